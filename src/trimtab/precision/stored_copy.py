@@ -1,0 +1,66 @@
+"""The stored copy of an activation: per-token symmetric codes of 2, 4 or 8 bits, really packed, and one scale a token.
+
+Shapes: ``x`` (..., d); ``packed`` int8 (..., p) with p = ceil(d * bits / 8); ``scale`` float32 (..., 1).
+A *scale* multiplies: ``x ~ codes * scale``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimtab.formats import get, pack, packed_size, unpack
+
+__all__ = ["decode", "encode", "stored_bytes_per_token"]
+
+
+def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize each token (row) of ``x`` by its largest magnitude and pack the codes.
+
+    A row of zeros stays exactly zero; a row that holds a NaN or an infinity comes back as NaN.
+
+    Args:
+        x: Floating tensor, shape (..., d).
+        bits: 2, 4 or 8.
+        noise: None for rounding to nearest (ties to even), or uniform numbers in [0, 1) of ``x``'s shape for
+            stochastic rounding.
+
+    Returns: ``(packed, scale)``.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 0.0], [7.0, -3.0]])
+        >>> bool((decode(*encode(x, 4), bits=4, size=2, dtype=x.dtype) == x).all())
+        True
+    """
+    limit = get(f"int{bits}").max_value
+    x = x.float()
+    scale = x.abs().amax(dim=-1, keepdim=True) / limit if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
+    # A scale of zero (a row of zeros, or one so small that amax/limit underflows) must give codes of zero, not 0/0.
+    codes = x / torch.where(scale == 0, torch.ones_like(scale), scale)
+    codes = torch.floor(codes.add_(noise)) if noise is not None else codes.round_()
+    return pack(codes.clamp_(-limit, limit).to(torch.int8), bits), scale
+
+
+def decode(packed: Tensor, scale: Tensor, *, bits: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Undo ``encode`` up to rounding.
+
+    Args:
+        packed: Codes as ``encode`` gave them.
+        scale: Scales as ``encode`` gave them.
+        bits: The width they were stored in.
+        size: ``d``.
+        dtype: Dtype of the result.
+
+    Returns: Tensor of shape (..., d).
+    """
+    return unpack(packed, bits, size).to(scale.dtype).mul_(scale).to(dtype)
+
+
+def stored_bytes_per_token(size: int, bits: int, element_bytes: int) -> int:
+    """Bytes that one token's copy takes: its codes and its float32 scale, or the plain row when ``bits`` is 16.
+
+    Example:
+        >>> stored_bytes_per_token(128, 4, 2), stored_bytes_per_token(128, 16, 2)
+        (68, 256)
+    """
+    return size * element_bytes if bits == 16 else packed_size(size, bits) + 4
