@@ -1,0 +1,171 @@
+"""The L2 norm of each unit's gradient, read once, and clipping from the same norms.
+
+Why per-parameter norms: ``torch.nn.utils.clip_grad_norm_`` takes the norm of the vector of per-parameter norms, in parameter
+order. Norms of unit norms would differ in the last bit, and a watched run must be the unwatched run bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._foreach_utils import _has_foreach_support
+
+from trimtab.monitors.sharded import clip_through_torch, is_sharded, sharded_norms
+from trimtab.precision.units import Unit
+
+__all__ = ["GradientNorms", "NormReading"]
+
+
+@dataclass(slots=True)
+class NormReading:
+    """The norms of one step, still on the device.
+
+    Args:
+        indices: Which parameters have a gradient, in parameter order.
+        norms: Their L2 norms, shape (len(indices),), float32 or wider.
+        plain: Whether all gradients are dense float32 on one device, so that ``norms`` are exactly those that
+            ``torch.nn.utils.clip_grad_norm_`` would compute.
+    """
+
+    indices: list[int]
+    norms: Tensor
+    plain: bool
+
+
+class GradientNorms:
+    """Reads gradient norms of a model, per parameter, and assembles them per unit.
+
+    Args:
+        model: The model; its parameter order is the order of the norms.
+        units: The units, in the order of the controller.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self.model = model
+        self.units = tuple(units)
+        self._num_grads = -1
+        self._collect()
+
+    def _collect(self) -> None:
+        """Look the parameters up; again when a wrapper has replaced them since."""
+        self.parameters = list(self.model.parameters())
+        position = {id(p): i for i, p in enumerate(self.parameters)}
+        self._owner = np.full(len(self.parameters), -1, dtype=np.int64)
+        for u, unit in enumerate(self.units):
+            for p in unit.parameters():
+                if id(p) in position:
+                    self._owner[position[id(p)]] = u
+
+    @torch.no_grad()
+    def read(self) -> NormReading:
+        """The norm of every gradient there is now: one pass, device work only.
+
+        Gradients narrower than float32 are accumulated in float32; sharded ones over all their shards, with one
+        collective; sparse ones over their coalesced values.
+        """
+        grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+        if len(grads) != self._num_grads:
+            # FSDP2, or loading with assign=True, puts new parameters in place of those that were collected.
+            self._collect()
+            grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+            self._num_grads = len(grads)
+        indices = [i for i, _ in grads]
+        tensors = [g for _, g in grads]
+        if not tensors:
+            return NormReading(indices, torch.zeros(0), True)
+        first = tensors[0]
+        plain = all(
+            g.dtype == torch.float32 and g.device == first.device and not g.is_sparse and not is_sharded(g)
+            for g in tensors
+        )
+        return NormReading(indices, _stacked_norms(tensors, plain), plain)
+
+    def unit_norms(self, indices: Sequence[int], norms: np.ndarray) -> np.ndarray:
+        """The norm of each unit: the root of the sum of squares of its parameters' norms, in float64.
+
+        Args:
+            indices: As in ``NormReading``.
+            norms: The values on the host, shape (len(indices),).
+
+        Returns: Shape (units,). 0 where no parameter of the unit has a gradient.
+        """
+        owner = self._owner[np.asarray(indices, dtype=np.int64)]
+        inside = owner >= 0
+        owner, norms = owner[inside], norms[inside].astype(np.float64)
+        counts = np.bincount(owner, minlength=len(self.units))
+        result = np.zeros(len(self.units))
+        # A unit of one parameter keeps that norm exactly; a root of a square would round twice.
+        single = counts[owner] == 1
+        result[owner[single]] = norms[single]
+        if not single.all():
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares = np.bincount(owner[~single], weights=norms[~single] ** 2, minlength=len(self.units))
+                result = np.where(counts > 1, np.sqrt(squares), result)
+        return result
+
+    def parameters_of(self, unit: int) -> list[int]:
+        """Positions, in parameter order, of the parameters of unit number ``unit``."""
+        return np.nonzero(self._owner == unit)[0].tolist()
+
+    @torch.no_grad()
+    def damp(self, reading: NormReading, scale: np.ndarray) -> None:
+        """Multiply the gradients of each unit by ``scale`` (0 removes them, whatever they hold) and renew their norms.
+
+        Args:
+            reading: This step's reading; its norms are updated in place to those of what is left.
+            scale: Shape (units,), in [0, 1].
+        """
+        place = {p: k for k, p in enumerate(reading.indices)}
+        for u in np.nonzero(scale != 1.0)[0]:
+            for p in self.parameters_of(int(u)):
+                if p not in place:
+                    continue
+                grad = self.parameters[p].grad
+                # 0 times NaN is NaN, so a failed gradient is replaced and not scaled.
+                grad.zero_() if scale[u] == 0.0 else grad.mul_(float(scale[u]))
+                reading.norms[place[p]] = _stacked_norms([grad], reading.plain)[0]
+
+    @torch.no_grad()
+    def clip(self, reading: NormReading, max_norm: float) -> Tensor:
+        """Clip all gradients to a total norm of ``max_norm`` exactly as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Dense float32 gradients on one device reuse the norms already read; anything else goes through torch itself.
+
+        Returns: The total norm before clipping, a tensor on the device.
+        """
+        if not reading.plain:
+            return clip_through_torch([p for p in self.parameters if p.grad is not None], max_norm)
+        total = self.total(reading)
+        if not math.isinf(max_norm):
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total)
+        return total
+
+    @torch.no_grad()
+    def total(self, reading: NormReading) -> Tensor:
+        """The total norm, as torch takes it: the norm of the per-parameter norms."""
+        return torch.linalg.vector_norm(reading.norms) if len(reading.indices) else torch.zeros(())
+
+
+def _stacked_norms(tensors: list[Tensor], plain: bool) -> Tensor:
+    """The norms of ``tensors`` in their order; ``plain`` says that they are what torch's own function handles in one group."""
+    first = tensors[0]
+    if plain:
+        # The same kernels, chosen by the same rule, as torch.nn.utils.get_total_norm: else a last bit may differ.
+        if _has_foreach_support(tensors, first.device):
+            return torch.stack(list(torch._foreach_norm(tensors, 2.0)))
+        return torch.stack([torch.linalg.vector_norm(g, 2.0) for g in tensors])
+    if any(is_sharded(g) for g in tensors):
+        return sharded_norms(tensors)
+    dense = [g.coalesce().values() if g.is_sparse else g for g in tensors]
+    wide = [torch.linalg.vector_norm(g, 2.0, dtype=_wide(g.dtype)) for g in dense]
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in wide) else torch.float32
+    return torch.stack([n.to(first.device, dtype) for n in wide])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float64, torch.complex128) else torch.float32

@@ -1,0 +1,84 @@
+"""Norms of gradients that are spread over ranks: each rank's squares, summed with one collective a mesh dimension.
+
+All ranks call in the same order with the same parameters, as they do in the backward that made the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["clip_through_torch", "is_sharded", "sharded_norms"]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor; asks no import of a run that has none."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def sharded_norms(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of each tensor over all its shards, in their order; float32.
+
+    Parameters sharded over the same dimensions of the same mesh share one all-reduce, so that FSDP2 costs one a step
+    (and one more for each further way of sharding in the model).
+
+    Args:
+        tensors: DTensors and plain tensors; a plain one counts as the same on every rank.
+
+    Returns: Shape (len(tensors),), equal on every rank.
+    """
+    squares: list[Tensor] = []
+    groups: dict[Any, tuple[Any, tuple[int, ...], list[int]]] = {}
+    for k, tensor in enumerate(tensors):
+        if not is_sharded(tensor):
+            squares.append(torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32).double().square())
+            continue
+        if any(p.is_partial() for p in tensor.placements):
+            # Pending sums cannot be squared before they are added up.
+            tensor = tensor.redistribute(placements=[_settled(p) for p in tensor.placements])
+        local = tensor.to_local()
+        # Squares in float64: the square of a float32 norm leaves float32's range long before the norm does.
+        norm = torch.linalg.vector_norm(local, 2.0, dtype=torch.float32) if local.numel() else local.new_zeros(())
+        squares.append(norm.double().square())
+        dims = tuple(d for d, p in enumerate(tensor.placements) if p.is_shard())
+        if dims:
+            groups.setdefault((id(tensor.device_mesh), dims), (tensor.device_mesh, dims, []))[2].append(k)
+    stacked = torch.stack([s.to(squares[0].device) for s in squares])
+    for mesh, dims, members in groups.values():
+        index = torch.tensor(members, device=stacked.device)
+        part = stacked[index]
+        for dim in dims:
+            torch.distributed.all_reduce(part, group=mesh.get_group(dim))
+        stacked[index] = part
+    return stacked.sqrt().float()
+
+
+def _settled(placement: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate() if placement.is_partial() else placement
+
+
+def clip_through_torch(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip with ``torch.nn.utils``, one mesh at a time where gradients live on several: torch cannot span them.
+
+    Args:
+        parameters: Parameters that have a gradient.
+        max_norm: Largest total norm; infinite does not clip.
+
+    Returns: The total norm before clipping, the same on every rank.
+    """
+    by_mesh: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        by_mesh.setdefault(id(p.grad.device_mesh) if is_sharded(p.grad) else 0, []).append(p)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
+    norms = [n.full_tensor() if is_sharded(n) else n for n in norms]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
+    if not math.isinf(max_norm):
+        for group in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
