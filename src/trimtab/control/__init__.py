@@ -1,0 +1,53 @@
+"""Which units take the recovery path next: arrays of gradient norms in, a decision out. No torch, no I/O, no clock.
+
+A *policy* holds settings and starts a *controller*; the controller turns each step's norms into a ``Decision``.
+
+Words:
+    unit: An operator, block or layer that is watched.
+    recoverable unit: One with a low-cost path and a recovery path of higher fidelity. Others are scored, not switched.
+    step: One optimizer step, however many micro-batches it accumulates. The first is 1.
+    norm: L2 norm of the gradient of a unit's parameters, before clipping. 0 = not observed; NaN, infinite or
+        negative = failed.
+    history: What a unit's norms were so far, in one number, the mean.
+    GNMR: Gradient-norm-to-mean ratio, norm / mean of the history before it.
+    Delta: GNMR / mean of the unit's last ``window_steps`` GNMR values.
+    risk: max(GNMR/alpha, Delta/beta). A unit with a risk above 1 is risky.
+    active set: The units on the recovery path in the next step. Never more than the budget, whatever the norms.
+    lock: For how many more decisions a unit stays a candidate without being risky.
+    damping: Scaling a risky unit's gradient down in the step itself.
+
+Source: Kong et al. 2026, Algorithms 1 and 2.
+
+Example:
+    >>> controller = robust(max_active=1).start(["q", "k"])
+    >>> decision = controller.update([1.0, float("nan")])
+    >>> [name for name, active in zip(controller.units, decision.active) if active]
+    ['k']
+"""
+
+from trimtab.control.baselines import MatchedRandom, RandomController
+from trimtab.control.checkpoint import LoadReport
+from trimtab.control.controller import Controller
+from trimtab.control.decision import Decision
+from trimtab.control.policy import Policy
+from trimtab.control.presets import PRESETS, paper, preset, robust
+from trimtab.control.protocol import ControllerLike, PolicyLike
+from trimtab.control.reference import ReferenceController
+from trimtab.control.schedules import TwoStage
+
+__all__ = [
+    "PRESETS",
+    "Controller",
+    "ControllerLike",
+    "Decision",
+    "LoadReport",
+    "MatchedRandom",
+    "Policy",
+    "PolicyLike",
+    "RandomController",
+    "ReferenceController",
+    "TwoStage",
+    "paper",
+    "preset",
+    "robust",
+]

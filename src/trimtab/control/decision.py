@@ -1,0 +1,61 @@
+"""What a controller answers: the scores of one step and the active set of the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.control.arrays import to_numpy
+
+__all__ = ["Decision"]
+
+
+# No slots and no class-level defaults: a lazy subclass may then fill the fields through __getattr__ on first use.
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The scores of one step, and the units that are on the recovery path in the next one.
+
+    All arrays have shape (units,), and live where the norms lived. Treat them as read-only.
+
+    Attributes:
+        gnmr: n / historical mean. NaN = not observed, +inf = failed, otherwise finite.
+        delta: GNMR / mean of its recent values. NaN = not observed, +inf = failed, otherwise finite.
+        risk: max(GNMR/alpha, Delta/beta). 0 = not observed, +inf = failed. Never NaN.
+        active: bool, the units on the recovery path in step ``step + 1``.
+        lock: int, further decisions in which the unit stays a candidate without a risk above 1.
+        scale: What ``damping`` multiplies the unit's gradient of this step with: min(1, mean/n) where risk > 1,
+            0 where failed, otherwise 1.
+        step: The optimizer step that the norms are from; the first is 1.
+        alpha: Threshold of GNMR in force.
+        beta: Threshold of Delta in force.
+
+    Source: Kong et al. 2026, Algorithms 1 and 2.
+
+    Example:
+        >>> from trimtab.control import Controller, Policy
+        >>> decision = Controller(3, Policy(max_active=1)).update([1.0, 0.0, float("nan")])
+        >>> decision.active.tolist(), decision.num_unobserved, decision.num_failed
+        ([False, False, True], 1, 1)
+    """
+
+    gnmr: Any
+    delta: Any
+    risk: Any
+    active: Any
+    lock: Any
+    scale: Any
+    step: int
+    alpha: float
+    beta: float
+
+    # Counted on reading, because counting in `update` would wait for the device.
+    @property
+    def num_unobserved(self) -> int:
+        """Units without a norm in this step: missing or exactly 0."""
+        gnmr = to_numpy(self.gnmr)
+        return int((gnmr != gnmr).sum())
+
+    @property
+    def num_failed(self) -> int:
+        """Units whose norm was NaN, infinite or negative in this step."""
+        return int((to_numpy(self.risk) == float("inf")).sum())

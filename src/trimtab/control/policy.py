@@ -1,0 +1,221 @@
+"""The settings of GNMR: when a unit counts as risky, and how many may be on the recovery path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from trimtab.control.schedules import Threshold, schedule_from_dict, schedule_to_dict, threshold_at
+from trimtab.errors import ConfigError, nearest_names
+
+if TYPE_CHECKING:
+    from trimtab.control.controller import Controller
+
+__all__ = ["History", "Policy"]
+
+History = Literal["mean", "ema", "window"]
+"""What a norm is compared with: the mean of all, an exponential mean, or the mean of the last ``history_steps``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """When a unit counts as risky, and how many units may be on the recovery path at once.
+
+    The defaults are the first published setting with the full mean; ``robust()`` is the one to train with.
+
+    Raises:
+        ConfigError: when a setting is out of its range: which one, what it was, what is allowed, what to do.
+
+    Source: Kong et al. 2026, Algorithms 1 and 2. ``history`` other than "mean", ``history_clip``, ``burn_in_steps``,
+    ``act_from_step`` and ``damping`` are ours: the full mean is dominated by the large norms at the start of a run.
+
+    Example:
+        >>> Policy.from_dict(Policy(max_active=0.25).to_dict()) == Policy(max_active=0.25)
+        True
+    """
+
+    alpha: Threshold = 1.5
+    """A GNMR above it is a risk above 1. A number > 0, or a function of the optimizer step (1 for the first update)."""
+
+    beta: Threshold = 1.3
+    """A Delta above it is a risk above 1. A number > 0, or a function of the optimizer step."""
+
+    window_steps: int = 10
+    """Recent GNMR values that Delta compares with, in steps in which the unit was observed. >= 1."""
+
+    lock_steps: int = 1
+    """Decisions for which a unit stays a candidate after its risk has fallen again. >= 0."""
+
+    max_active: int | float = 4
+    """The budget. An int is a count >= 0; a float is a share of the recoverable units, 0.0 to 1.0."""
+
+    history: History = "mean"
+    """What a norm is compared with: "mean" of all earlier ones, "ema", or "window"."""
+
+    ema_factor: float = 0.95
+    """Share of the old mean that stays at an update of an "ema" history. 0 <= factor < 1."""
+
+    history_steps: int = 100
+    """Norms in a "window" history. >= 1."""
+
+    history_clip: float | None = None
+    """A norm enters the history as at most this many times the mean, once 10 have entered. >= 1, None = unclipped."""
+
+    burn_in_steps: int = 0
+    """A unit's first observations that do not enter its history. >= 0."""
+
+    act_from_step: int = 0
+    """At steps up to this one, only failed units have a risk. >= 0."""
+
+    damping: bool = False
+    """Scale the gradient of a risky unit down in the step itself, to its mean; recovery helps from the next step on."""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            value = threshold_at(name, getattr(self, name), 1)
+            if not callable(getattr(self, name)):
+                object.__setattr__(self, name, value)
+        for name, least, reason in (
+            ("window_steps", 1, "the short window needs at least 1 step."),
+            ("lock_steps", 0, "a lock lasts 0 or more steps."),
+            ("history_steps", 1, "a window history needs at least 1 step."),
+            ("burn_in_steps", 0, "burn-in lasts 0 or more observations."),
+            ("act_from_step", 0, "it is an optimizer step, 0 or more."),
+        ):
+            object.__setattr__(self, name, _whole_number(name, getattr(self, name), least, reason))
+        object.__setattr__(self, "max_active", _budget_setting(self.max_active))
+        kinds = get_args(History)
+        if self.history not in kinds:
+            near = nearest_names(str(self.history), kinds)
+            remedy = f"Did you mean {near[0]!r}?" if near else "Use one of them."
+            raise ConfigError("history", self.history, f"it is one of {', '.join(map(repr, kinds))}.", remedy)
+        factor = self.ema_factor
+        if not _is_real(factor) or not 0 <= factor < 1:
+            raise ConfigError(
+                "ema_factor", factor, "it is a share of at least 0 and below 1.", "Set 0.95 for instance."
+            )
+        object.__setattr__(self, "ema_factor", float(factor))
+        clip = self.history_clip
+        if clip is not None:
+            if not _is_real(clip) or not 1 <= clip < math.inf:
+                allowed = "it is a finite number of 1 or more: below 1 every update would pull the mean towards 0."
+                raise ConfigError("history_clip", clip, allowed, "Set 4 for instance, or None to clip nothing.")
+            object.__setattr__(self, "history_clip", float(clip))
+        if not isinstance(self.damping, bool):
+            raise ConfigError("damping", self.damping, "it is True or False.", "Set one of them.")
+
+    def budget(self, num_recoverable: int) -> int:
+        """The most units that may be active at once.
+
+        Args:
+            num_recoverable: Units that have a recovery path.
+
+        Returns:
+            ``max_active`` itself where it is a count, otherwise that share of the units, rounded half to even, and at
+            least 1 if the share is above 0. Never more than ``num_recoverable``.
+
+        Example:
+            >>> Policy(max_active=0.01).budget(10), Policy(max_active=0.25).budget(10), Policy(max_active=4).budget(3)
+            (1, 2, 3)
+        """
+        if isinstance(self.max_active, int):
+            return min(self.max_active, num_recoverable)
+        least = 1 if self.max_active > 0 and num_recoverable > 0 else 0
+        return min(max(round(self.max_active * num_recoverable), least), num_recoverable)
+
+    def thresholds(self, step: int) -> tuple[float, float]:
+        """Alpha and beta at ``step``; the first update is step 1.
+
+        Raises:
+            ConfigError: when a schedule raises, or gives what is no finite number above 0. (A ``Controller`` keeps its
+                last valid threshold instead, so that training goes on.)
+
+        Example:
+            >>> Policy(alpha=lambda step: 1.0 + step).thresholds(2)
+            (3.0, 1.3)
+        """
+        return threshold_at("alpha", self.alpha, step), threshold_at("beta", self.beta, step)
+
+    def start(
+        self, units: int | Sequence[str], recoverable: Sequence[bool] | Sequence[str] | None = None
+    ) -> Controller:
+        """Start a controller with these settings.
+
+        Args:
+            units: Number of units, or their names from the input to the loss.
+            recoverable: None for all, a mask over the units, or the names of those with a recovery path.
+
+        Raises:
+            ConfigError: see ``Controller``.
+
+        Example:
+            >>> Policy(max_active=0.5).start(["q", "k", "v"], recoverable=["q", "k"]).budget
+            1
+        """
+        from trimtab.control.controller import Controller  # it needs Policy itself
+
+        return Controller(units, self, recoverable)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain JSON-able values; a function that is no dataclass becomes its ``repr``.
+
+        Example:
+            >>> Policy().to_dict()["alpha"]
+            1.5
+        """
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return values | {name: schedule_to_dict(values[name]) for name in ("alpha", "beta")}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Policy:
+        """Read settings back; those that are not given keep their defaults.
+
+        Raises:
+            ConfigError: when a key is unknown (with the nearest valid one), or a value is out of its range.
+
+        Example:
+            >>> Policy.from_dict({"lock_step": 3})
+            Traceback (most recent call last):
+            trimtab.errors.ConfigError: lock_step=3: a policy has no such setting. Did you mean 'lock_steps'?
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError("policy", values, "it is a mapping from settings to values.", "Pass a dict.")
+        known = [item.name for item in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = nearest_names(str(key), known)
+                remedy = f"Did you mean {near[0]!r}?" if near else f"The settings are {', '.join(known)}."
+                raise ConfigError(str(key), values[key], "a policy has no such setting.", remedy)
+        read = dict(values)
+        for name in ("alpha", "beta"):
+            if name in read:
+                read[name] = schedule_from_dict(name, read[name])
+        return cls(**read)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _whole_number(setting: str, value: Any, least: int, reason: str) -> int:
+    """``value`` as an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(setting, value, "it is a whole number.", f"Set an int of {least} or more.")
+    if value < least:
+        raise ConfigError(setting, value, reason, f"Set it to {least} or more.")
+    return int(value)
+
+
+def _budget_setting(value: Any) -> int | float:
+    """``max_active`` as an int count or a float share."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        if value < 0:
+            raise ConfigError("max_active", value, "a count of units is 0 or more.", "Set it to 0 or more.")
+        return int(value)
+    if not _is_real(value) or not 0 <= value <= 1:
+        allowed = "an int is a count of units, 0 or more; a float is a share of them, 0.0 to 1.0."
+        raise ConfigError("max_active", value, allowed, "Set 4 or 0.25 for instance.")
+    return float(value)

@@ -1,0 +1,69 @@
+"""The two protocols through which a guard takes decisions: a policy starts a controller, a controller answers norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from trimtab.control.arrays import Array
+from trimtab.control.checkpoint import LoadReport
+from trimtab.control.decision import Decision
+
+__all__ = ["ControllerLike", "PolicyLike"]
+
+
+@runtime_checkable
+class ControllerLike(Protocol):
+    """Takes one decision for each optimizer step."""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the units, from the input to the loss."""
+        ...
+
+    @property
+    def recoverable(self) -> tuple[bool, ...]:
+        """For each unit, whether it may be on the recovery path."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Decisions taken so far."""
+        ...
+
+    @property
+    def active(self) -> Array:
+        """The active set of the next step, bool, shape (units,)."""
+        ...
+
+    @property
+    def budget(self) -> int:
+        """The most units that are ever active at once."""
+        ...
+
+    def update(self, norms: Array | Sequence[float | None]) -> Decision:
+        """Decide the next step's active set from this step's norms, shape (units,)."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, as plain JSON-able values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> LoadReport:
+        """Continue from ``state``; says which units are new and which are gone."""
+        ...
+
+
+@runtime_checkable
+class PolicyLike(Protocol):
+    """Settings from which a controller starts."""
+
+    def start(
+        self, units: int | Sequence[str], recoverable: Sequence[bool] | Sequence[str] | None = None
+    ) -> ControllerLike:
+        """A fresh controller for ``units``."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain JSON-able values, for the run record."""
+        ...
