@@ -142,6 +142,7 @@ class Guard:
     Attributes:
         model: The model.
         units: Names of the watched units, from the input to the loss.
+        policy: The policy that decides.
         conversion: The recipe's conversion, or None.
     """
 
@@ -156,6 +157,7 @@ class Guard:
         record: str | Path | None,
     ) -> None:
         self.model = model
+        self.policy = policy
         self._units = find_units(model, units)
         self.units = tuple(unit.name for unit in self._units)
         self._norms = GradientNorms(model, self._units)
@@ -217,7 +219,7 @@ class Guard:
         if scaler is not None and scaler.is_enabled() and unscale(scaler, self._watch.optimizers()):
             self._losses.clear()
             self._record_event("skip", {"reason": "the loss scaler found a non-finite gradient"})
-            skipped = PendingDecision(self.resolve, torch.tensor(float("nan")), skipped=True)
+            skipped = PendingDecision(self.resolve, self._norms.total(self._norms.read()), skipped=True)
             skipped.fill(self._decision if self._decision is not None else self._no_decision())
             return skipped
         self._step += 1
@@ -380,11 +382,28 @@ class Guard:
         self._begin_step()
         return report
 
+    def start_from(self, step: int) -> None:
+        """Count steps from ``step`` on, without a state: units start without history, and the record goes on from there.
+
+        Args:
+            step: Optimizer steps already done.
+        """
+        self.resolve()
+        self._step = int(step)
+        if self._writer is not None:
+            self._writer.resume(self._step)
+        self._begin_step()
+
     def detach(self) -> None:
         """Give the model back as it was found and close the record; safe to call twice."""
-        self._detach(finished=True)
+        self.close(finished=True)
 
-    def _detach(self, finished: bool) -> None:
+    def close(self, finished: bool) -> None:
+        """``detach``, and say in the record whether the run came to its end.
+
+        Args:
+            finished: False when it was cut short, so that the record is not mistaken for a whole one.
+        """
         if self._detached:
             return
         try:
@@ -406,7 +425,7 @@ class Guard:
 
     def __exit__(self, *exc: object) -> None:
         # What ended in an exception must not look like a whole run.
-        self._detach(finished=exc[0] is None)
+        self.close(finished=exc[0] is None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is a plain model: nothing watches it."""

@@ -1,0 +1,233 @@
+"""trimtab inside ``transformers.Trainer``: one callback, nothing else changed.
+
+The Trainer clips before any callback event of the step, and with ``max_grad_norm=0`` it still calls a clip with an infinite
+bound, which turns every gradient into NaN when one is not finite. So the norms must be read before either, and the
+callback wraps the two methods of the *instance* that do it, and ``training_step`` for the step's loss. State goes into
+``trainer_state.json`` through ``_save_checkpoint``: with the checkpoint, or not at all. See docs/decisions/0003.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.control import PolicyLike, robust
+from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
+from trimtab.guard import Guard, attach
+from trimtab.monitors import Monitor
+from trimtab.precision import Recipe, Selection
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.utils import is_sagemaker_mp_enabled
+except ImportError as error:
+    raise MissingExtraError("The Trainer callback", "transformers", "hf") from error
+
+__all__ = ["TrimtabCallback"]
+
+_STATE_KEY = "trimtab"
+_WRAPPED = ("_clip_grad_norm", "_get_grad_norm", "training_step", "_save_checkpoint")
+# These clip or step out of reach: inside their engine, or on flattened parameters that are no unit's any more.
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed steps inside backward, before a gradient can be read",
+    "MEGATRON_LM": "Megatron-LM clips inside its own engine",
+    "XLA": "its gradients are not on the host's side of the graph",
+}
+
+
+class TrimtabCallback(TrainerCallback):
+    """Watch the Trainer's model and, with a recipe, run its risky units on the recovery path.
+
+    Without a recipe training is bit for bit what it was, and so are the logged ``grad_norm`` and the saved arguments. The
+    guard's state is saved in every checkpoint and restored on resume, with default ``TrainingArguments``.
+
+    Args:
+        recipe: The pair of precision paths; None only watches.
+        policy: What decides; ``robust`` with the run's own warm-up and length when left out.
+        monitors: Further monitors.
+        record: Folder or file of the run record; None keeps none.
+        units: Which modules to watch; see ``trimtab.attach``.
+
+    Attributes:
+        guard: The guard while training runs, or the last one; None before.
+
+    Example:
+        >>> callback = TrimtabCallback()  # Trainer(..., callbacks=[callback])
+        >>> callback.guard is None
+        True
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        policy: PolicyLike | None = None,
+        monitors: Sequence[Monitor] = (),
+        record: str | Path | None = None,
+        units: Selection = None,
+    ) -> None:
+        self.recipe = recipe
+        self.policy = policy
+        self.monitors = tuple(monitors)
+        self.record = record
+        self.units = units
+        self.guard: Guard | None = None
+        self._trainer: Trainer | None = None
+        self._losses: list[Tensor] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach to the model, wrap the Trainer's clipping, and go on from the checkpoint's state if it resumes one."""
+        trainer, checkpoint = _calling_trainer(self)
+        # A train() that died, or one that is retried with a smaller batch, never reached on_train_end.
+        self._release(finished=False)
+        _refuse_what_cannot_be_read(trainer)
+        policy = self.policy
+        if policy is None:
+            policy = robust(warmup_steps=args.get_warmup_steps(state.max_steps), total_steps=state.max_steps)
+        self.guard = attach(
+            trainer.model, self.recipe, policy=policy, monitors=self.monitors, units=self.units, record=self.record
+        )
+        self._wrap(trainer)
+        if state.global_step > 0:
+            self._restore(state, checkpoint or f"checkpoint-{state.global_step}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the model and the Trainer back as they were, and close the record."""
+        self._release(finished=state.global_step >= state.max_steps)
+
+    def _wrap(self, trainer: Trainer) -> None:
+        missing = [name for name in _WRAPPED if not callable(getattr(trainer, name, None))]
+        if missing:
+            raise ConfigError(
+                "trainer",
+                type(trainer).__name__,
+                f"its {missing[0]} is gone, through which trimtab reads gradients before they are clipped.",
+                "Use a release of transformers that trimtab's hf extra allows.",
+            )
+        self._trainer = trainer
+        clip, get, train, save = (getattr(trainer, name) for name in _WRAPPED)
+        trainer._clip_grad_norm = lambda model: self._observe_and_clip(trainer.args.max_grad_norm)
+        trainer._get_grad_norm = lambda model, grad_norm=None: self._norm_to_log(get, model, grad_norm)
+        trainer.training_step = lambda *a, **k: self._note_loss(train(*a, **k))
+        trainer._save_checkpoint = lambda *a, **k: self._save(save, *a, **k)
+
+    def _release(self, finished: bool) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            for name in _WRAPPED:
+                trainer.__dict__.pop(name, None)
+        if self.guard is not None:
+            self.guard.close(finished=finished)
+        self._losses.clear()
+
+    def _observe_and_clip(self, max_norm: float | None) -> Tensor:
+        """Read the norms, then clip: what the Trainer's own clip returns, from norms that are read once."""
+        assert self.guard is not None and self._trainer is not None
+        scaler = self._trainer.accelerator.scaler
+        if scaler is not None:
+            # accelerate knows its optimizers; the guard then sees that the gradients are unscaled already.
+            self._trainer.accelerator.unscale_gradients()
+        if self._losses:
+            # Each micro-batch's loss comes divided by their number, or by the step's tokens: the step's loss is the sum.
+            self.guard.observe(loss=torch.stack([x.float() for x in self._losses]).sum())
+            self._losses.clear()
+        return self.guard.step(max_norm=max_norm, scaler=scaler).grad_norm
+
+    def _norm_to_log(self, original: Callable[..., Any], model: Any, grad_norm: Any) -> Any:
+        assert self._trainer is not None
+        if grad_norm is not None:
+            return original(model, grad_norm=grad_norm)
+        total = self._observe_and_clip(None)
+        if self._trainer.accelerator.scaler is not None:
+            # The original would unscale once more, and fail. This is what it does then.
+            torch.nn.utils.clip_grads_with_norm_(self._trainer.model.parameters(), float("inf"), total)
+            return total
+        return original(model, grad_norm=None)
+
+    def _note_loss(self, loss: Tensor) -> Tensor:
+        self._losses.append(loss.detach())
+        return loss
+
+    def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        assert self.guard is not None and self._trainer is not None
+        self._trainer.state.stateful_callbacks[_STATE_KEY] = _encode(self.guard.state_dict())
+        original(*args, **kwargs)
+
+    def _restore(self, state: TrainerState, checkpoint: str) -> None:
+        assert self.guard is not None
+        saved = (state.stateful_callbacks or {}).get(_STATE_KEY)
+        try:
+            decoded = None if saved is None else _decode(saved)
+        except (ValueError, KeyError, TypeError, zlib.error):
+            decoded = None
+        if decoded is None:
+            what = "holds no state of trimtab" if saved is None else "holds a damaged state of trimtab"
+            warnings.warn(
+                f"{checkpoint} {what}: training resumes at step {state.global_step}, and the units start without "
+                "history, on the low-cost path.",
+                TrimtabWarning,
+                stacklevel=2,
+            )
+            self.guard.start_from(state.global_step)
+        else:
+            self.guard.load_state_dict(decoded)
+
+
+def _calling_trainer(callback: TrimtabCallback) -> tuple[Trainer, str | None]:
+    """The Trainer whose event is being handled, and the checkpoint it resumes from.
+
+    Callbacks are not given their Trainer, so it is looked for among the callers: the one that has this callback.
+    """
+    frame = sys._getframe(1)
+    trainer, checkpoint = None, None
+    while frame is not None:
+        if trainer is None:
+            found = frame.f_locals.get("self")
+            if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+                trainer = found
+        if trainer is not None and isinstance(frame.f_locals.get("resume_from_checkpoint"), str):
+            checkpoint = frame.f_locals["resume_from_checkpoint"]
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if trainer is None:
+        raise ConfigError(
+            "callbacks",
+            type(callback).__name__,
+            "the callback works inside transformers.Trainer, and no Trainer that has it is training.",
+            "Pass it to Trainer(callbacks=[...]); in another loop use trimtab.attach.",
+        )
+    return trainer, checkpoint
+
+
+def _refuse_what_cannot_be_read(trainer: Trainer) -> None:
+    kind = trainer.accelerator.distributed_type.name
+    reason = _REFUSED.get(kind)
+    if is_sagemaker_mp_enabled():
+        kind, reason = "SAGEMAKER_MP", "its optimizer clips inside its own engine"
+    elif kind == "FSDP" and not trainer.accelerator.is_fsdp2:
+        kind, reason = "FSDP version 1", "it flattens parameters, so that no unit has its own gradient"
+    if reason is not None:
+        raise ConfigError("trainer", kind, f"{reason}.", "Use FSDP2, DDP or a single device, or leave the callback out.")
+
+
+def _encode(state: Mapping[str, Any]) -> dict[str, str]:
+    # Packed, because trainer_state.json is indented: a line a number would bury what people read in it.
+    text = json.dumps(state, allow_nan=False).encode()
+    return {"format": "zlib+base64", "data": base64.b64encode(zlib.compress(text)).decode()}
+
+
+def _decode(saved: Mapping[str, str]) -> dict[str, Any]:
+    return json.loads(zlib.decompress(base64.b64decode(saved["data"])))

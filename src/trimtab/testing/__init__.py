@@ -1,0 +1,1 @@
+"""Contract suites that third parties can run against their own recipes, monitors and policies."""
