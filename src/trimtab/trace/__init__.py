@@ -1,0 +1,40 @@
+"""The run record: one SQLite file a run, written while training goes on, readable at any moment.
+
+Words:
+    record: The file. It holds segments, units, steps and events.
+    segment: One start of the run. A resume after step s begins one, and supersedes later rows of those before it.
+    live line: The rows that count: those that no later segment has superseded.
+    row: One optimizer step. Its active set is decided from its own norms, and routes the step after it.
+    event: A fault, an alarm, a switch, a gap, at a step and a place.
+    gap: Steps that could not be written, and are marked as lost.
+    replay: The decisions of a policy, taken again from the recorded norms.
+"""
+
+from trimtab.trace.find import find_runs
+from trimtab.trace.reader import Run, open_run
+from trimtab.trace.replay import Replay, replay
+from trimtab.trace.rows import Event, StepRow, UnitRow
+from trimtab.trace.schema import SCHEMA_VERSION, EventKind, record_path
+from trimtab.trace.segments import Segment
+from trimtab.trace.summary import RunSummary, summarize
+from trimtab.trace.table import StepTable
+from trimtab.trace.writer import RunWriter
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Event",
+    "EventKind",
+    "Replay",
+    "Run",
+    "RunSummary",
+    "RunWriter",
+    "Segment",
+    "StepRow",
+    "StepTable",
+    "UnitRow",
+    "find_runs",
+    "open_run",
+    "record_path",
+    "replay",
+    "summarize",
+]

@@ -1,0 +1,188 @@
+"""What a policy would have decided on the norms of a recorded run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.control import ControllerLike, Policy, PolicyLike
+from trimtab.errors import ConfigError, TrimtabError, verbatim
+from trimtab.trace.reader import Run
+from trimtab.trace.segments import Segment
+from trimtab.trace.table import RawRow, StepTable, TableBuilder
+
+__all__ = ["Replay", "replay"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Replay:
+    """The decisions of one policy along a run's live line. T: observed steps, U: units."""
+
+    steps: StepTable
+    """Scores in float64, active sets and locks as replayed; the rest as recorded. Skipped steps are left out."""
+    recorded_active: NDArray[np.bool_]
+    """The active sets that the run took. (T, U)"""
+    notes: tuple[str, ...]
+    """Why the decisions may not be what the run itself would have taken; empty when nothing is missing."""
+
+    @property
+    def num_different(self) -> int:
+        """Unit-steps in which the replayed active set is not the recorded one."""
+        return int(np.count_nonzero(self.steps.active != self.recorded_active))
+
+
+def replay(run: Run, policy: PolicyLike | None = None) -> Replay:
+    """Take a run's decisions again from its recorded norms, with its own policy or another.
+
+    Sets forced by hand were an input of the run, so they hold here too: ``extra["forced"]`` of a row, a mapping with
+    the names of units under ``on`` and ``off`` (or the word "all").
+
+    Args:
+        run: The record.
+        policy: What decides. None: the recorded policy with the thresholds that were in force at each step; the
+            decisions are then exactly the recorded ones, whatever resumes lie between.
+
+    Returns:
+        The decisions, and notes on what the record could not tell.
+
+    Raises:
+        ConfigError: ``policy`` is None, and the recorded config holds no policy that can be built again.
+
+    Example:
+        >>> import tempfile
+        >>> from trimtab.trace import RunWriter, StepRow, open_run
+        >>> folder, policy = tempfile.mkdtemp(), Policy(max_active=1)
+        >>> controller = policy.start(["q", "k"])
+        >>> units = [{"name": "q"}, {"name": "k"}]
+        >>> with RunWriter(folder, config={"policy": policy.to_dict()}, units=units) as writer:
+        ...     for step, norms in enumerate([[1.0, 1.0], [1.0, 9.0]], start=1):
+        ...         made = controller.update(norms)
+        ...         writer.write_step(StepRow(step=step, norms=norms, active=made.active))
+        >>> with open_run(folder) as run:
+        ...     replay(run).num_different, replay(run, Policy(max_active=0)).num_different
+        (0, 1)
+    """
+    player, _ = run.fold(lambda: _Player(run, policy))
+    return player.result()
+
+
+class _Player:
+    def __init__(self, run: Run, policy: PolicyLike | None) -> None:
+        self._run = run
+        self._policy = policy
+        self._notes: list[str] = []
+        self._segment: Segment | None = None
+        self._units: tuple[str, ...] = ()
+        self._controller: ControllerLike | None = None
+        self._in_force: dict[str, float] = {}
+        self._last_step = 0
+        num_rows = run.num_steps
+        self._table = TableBuilder(run.units, num_rows, np.float64)
+        self._recorded = TableBuilder(run.units, num_rows)
+
+    def add(self, segment: Segment, row: RawRow) -> None:
+        if row.skipped:
+            return
+        if self._segment is None or segment.id != self._segment.id:
+            self._enter(segment)
+        assert self._controller is not None
+        if row.step > self._last_step + 1:
+            self._note(
+                f"The record has no steps {self._last_step + 1} to {row.step - 1}; decisions after them may differ."
+            )
+        self._last_step = row.step
+        self._recorded.add(row, self._units)
+        if row.norms is None:
+            self._note("Some rows hold no norms; no decision was taken for them.")
+            self._table.add(row, self._units)
+            return
+        for name in ("alpha", "beta"):
+            if not np.isnan(row.scalars[name]):
+                self._in_force[name] = row.scalars[name]
+        decision = self._controller.update(row.norms)
+        scalars = row.scalars | {"alpha": float(decision.alpha), "beta": float(decision.beta)}
+        made = dataclasses.replace(
+            row,
+            scalars=scalars,
+            gnmr=np.asarray(decision.gnmr),
+            delta=np.asarray(decision.delta),
+            risk=np.asarray(decision.risk),
+            active=self._forced(np.array(decision.active), row.extra),
+            lock=np.asarray(decision.lock),
+        )
+        self._table.add(made, self._units)
+
+    def result(self) -> Replay:
+        return Replay(
+            steps=self._table.build(), recorded_active=self._recorded.build().active, notes=tuple(self._notes)
+        )
+
+    def _enter(self, segment: Segment) -> None:
+        """Go on into ``segment`` with the state that its controller had."""
+        first = self._segment is None
+        before, self._segment = self._controller, segment
+        self._units = tuple(unit.name for unit in segment.units)
+        self._in_force = {}  # a new one: the thresholds of the segment before hold on to theirs
+        policy = self._policy if self._policy is not None else self._recorded_policy(segment)
+        controller = policy.start(self._units, [unit.recoverable for unit in segment.units])
+        state = self._run.start_state(segment) if self._policy is None or before is None else None
+        if state is None and before is not None:
+            state = before.state_dict()
+        if state is not None:
+            try:
+                controller.load_state_dict(state)
+            except TrimtabError as error:
+                self._note(f"The state at step {segment.start_step} could not be loaded ({error}); it starts fresh.")
+        elif segment.start_step > 0:
+            self._note(
+                f"The record starts after step {segment.start_step}, without the controller's state there; "
+                "decisions may differ."
+            )
+        if first:
+            self._last_step = segment.start_step
+        self._controller = controller
+
+    def _recorded_policy(self, segment: Segment) -> Policy:
+        """The policy of ``segment``, with the thresholds that its rows say were in force."""
+        settings = segment.config.get("policy")
+        remedy = "Pass replay a policy."
+        if not isinstance(settings, Mapping):
+            raise ConfigError("policy", settings, "the record's config holds no policy to build again.", remedy)
+        thresholds: dict[str, Any] = {}
+        try:
+            # A schedule that is a plain function is recorded as text only; the rows have what it gave.
+            policy = Policy.from_dict({**settings, "alpha": 1.0, "beta": 1.0})
+            for name in ("alpha", "beta"):
+                with_own = None if isinstance(settings.get(name), str) else Policy.from_dict({name: settings[name]})
+                own = 1.0 if with_own is None else getattr(with_own, name)
+                thresholds[name] = self._threshold(name, own)
+        except (TrimtabError, KeyError, TypeError) as error:
+            allowed = f"the recorded policy cannot be built again ({error})."
+            raise ConfigError("policy", verbatim("(recorded)"), allowed, remedy) from None
+        return dataclasses.replace(policy, **thresholds)
+
+    def _threshold(self, name: str, own: Any) -> Any:
+        in_force = self._in_force
+        return lambda step: in_force[name] if name in in_force else own(step) if callable(own) else own
+
+    def _forced(self, active: NDArray[np.bool_], extra: Mapping[str, Any] | None) -> NDArray[np.bool_]:
+        if not extra:
+            return active
+        forced = extra.get("forced")
+        if isinstance(forced, Mapping):
+            for key, value in (("on", True), ("off", False)):
+                names = forced.get(key, ())
+                active[[names == "all" or name in names for name in self._units]] = value
+        for key, words in (("raised", "risks raised by alarms"), ("errors", "channel errors")):
+            if extra.get(key):
+                self._note(f"Some steps hold {words}, which this replay leaves out; decisions may differ.")
+        return active
+
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)

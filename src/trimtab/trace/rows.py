@@ -1,0 +1,85 @@
+"""The rows that travel from the training loop to the record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+__all__ = ["Event", "StepRow", "UnitRow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRow:
+    """One watched unit, as the record lists it.
+
+    Example:
+        >>> UnitRow(name="layers.0.q_proj", num_parameters=65536).recoverable
+        True
+    """
+
+    name: str
+    """Fully qualified name; unique among the units of a segment."""
+    recoverable: bool = True
+    """False: scored and recorded, never switched."""
+    num_parameters: int = 0
+    """Elements of the unit's parameters, over the whole sharded tensor."""
+    costs: Mapping[str, Any] = field(default_factory=dict)
+    """What each path costs: saved bytes, elements, FLOPs, under names that carry their unit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRow:
+    """What was observed in one optimizer step, and the decision taken from it.
+
+    The active set is the one decided from *this* step's norms: it routes the next step.
+    """
+
+    step: int
+    """Optimizer step, counted from 1."""
+    norms: ArrayLike | None = None
+    """Shape (units,). Kept exactly: 0 = not observed, NaN, inf or negative = failed. None: nothing was observed."""
+    gnmr: ArrayLike | None = None
+    """Shape (units,)."""
+    delta: ArrayLike | None = None
+    """Shape (units,)."""
+    risk: ArrayLike | None = None
+    """Shape (units,). Above 1: a candidate."""
+    active: ArrayLike | None = None
+    """Shape (units,), bool. The units on the recovery path in the next step."""
+    lock: ArrayLike | None = None
+    """Shape (units,), integers >= 0. Steps for which a unit stays a candidate."""
+    alpha: float | None = None
+    """Threshold of GNMR in force."""
+    beta: float | None = None
+    """Threshold of Delta in force."""
+    loss: float | None = None
+    """Training loss; may come later through ``annotate_step``."""
+    lr: float | None = None
+    """Learning rate of the first parameter group."""
+    grad_norm: float | None = None
+    """Total gradient norm before clipping."""
+    skipped: bool = False
+    """The loss scaler skipped the step: nothing was observed, no decision was taken."""
+    elapsed_s: float | None = None
+    """Seconds since the segment started. None: the writer's own clock."""
+    extra: Mapping[str, Any] | None = None
+    """Further inputs of the decision: channel errors, risks raised by alarms, sets forced by hand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened at a step: a fault, an alarm, a switch, a gap."""
+
+    kind: str
+    """One of ``EventKind``."""
+    step: int
+    """Optimizer step at which it happened."""
+    place: str = ""
+    """A unit, a layer, a head; empty: the whole run."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The details, as plain values."""
+    segment: int = 0
+    """Segment that wrote it; set on reading."""

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.control import Controller, Policy, TwoStage, robust
+from trimtab.errors import ConfigError
+from trimtab.trace import RunWriter, StepRow, UnitRow, open_run, replay
+
+UNITS = [UnitRow(name="q"), UnitRow(name="k"), UnitRow(name="norm", recoverable=False), UnitRow(name="v")]
+NAMES = [unit.name for unit in UNITS]
+MASK = [unit.recoverable for unit in UNITS]
+
+
+def _norms(num_steps, seed=0, num_units=4):
+    """Norms with bursts, failed and unobserved ones."""
+    rng = np.random.default_rng(seed)
+    norms = rng.lognormal(0, 0.8, (num_steps, num_units))
+    norms[rng.random(norms.shape) < 0.05] *= 30
+    for value in (0.0, np.nan, np.inf, -1.0):
+        norms[rng.random(norms.shape) < 0.02] = value
+    return norms
+
+
+def _row(step, norms, decision, **changes):
+    values = {name: getattr(decision, name) for name in ("gnmr", "delta", "risk", "active", "lock", "alpha", "beta")}
+    return StepRow(step=step, norms=norms, **(values | changes))
+
+
+def _assert_exact(run, policy=None):
+    made, table = replay(run, policy), run.steps()
+    observed = ~table.skipped
+    assert made.num_different == 0
+    assert made.notes == ()
+    np.testing.assert_array_equal(made.steps.step, table.step[observed])
+    np.testing.assert_array_equal(made.steps.active, table.active[observed])
+    np.testing.assert_array_equal(made.steps.lock, table.lock[observed])
+    for name in ("gnmr", "delta", "risk"):
+        # Recorded in float32: one rounding apart.
+        recorded = getattr(table, name)[observed]
+        np.testing.assert_allclose(recorded, getattr(made.steps, name), rtol=2**-23)
+    return made
+
+
+def test_replay_with_the_recorded_policy_gives_the_recorded_decisions(tmp_path):
+    policy = robust(max_active=1, warmup_steps=0)
+    policy = dataclasses.replace(policy, burn_in_steps=5, act_from_step=8, alpha=lambda step: 1.2 + 10 / step)
+    controller = policy.start(NAMES, MASK)
+    with RunWriter(tmp_path, config={"policy": policy.to_dict()}, units=UNITS) as writer:
+        for step, norms in enumerate(_norms(120), start=1):
+            if step % 10 == 0:
+                writer.write_step(StepRow(step=step - 1, skipped=True, norms=norms))
+            writer.write_step(_row(step, norms, controller.update(norms)))
+    with open_run(tmp_path) as run:
+        made = _assert_exact(run, None)
+        assert made.steps.active.any()
+        _assert_exact(run, policy)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    cut=st.integers(1, 39),
+    end=st.integers(1, 40),
+    how=st.sampled_from(["same process", "new process", "new process with state"]),
+    seed=st.integers(0, 9),
+    window=st.integers(1, 6),
+)
+def test_replay_is_exact_across_a_resume_in_the_middle(cut, end, how, seed, window, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    policy = Policy(alpha=TwoStage(1.5, 1.1, switch_step=15), window_steps=window, lock_steps=3, max_active=2)
+    settings_ = {"config": {"policy": policy.to_dict()}, "units": UNITS}
+    controller, norms, saved = Controller(NAMES, policy, MASK), _norms(80, seed), None
+    writer = RunWriter(folder, **settings_)
+    for step in range(1, max(cut, end) + 1):
+        writer.write_step(_row(step, norms[step], controller.update(norms[step])))
+        if step == cut:
+            saved = controller.state_dict()
+    controller = Controller(NAMES, policy, MASK)
+    controller.load_state_dict(saved)
+    if how == "same process":
+        writer.resume(cut)
+    else:
+        writer.close(finished=False)
+        writer = RunWriter(folder, **settings_, start_step=cut, state=saved if "state" in how else None)
+    for step in range(cut + 1, cut + 21):
+        writer.write_step(_row(step, norms[step + 20], controller.update(norms[step + 20])))
+    writer.close()
+    with open_run(folder) as run:
+        assert run.num_steps == cut + 20
+        _assert_exact(run)
+
+
+def test_replay_is_exact_when_a_resume_brings_other_units(tmp_path):
+    policy = Policy(max_active=1)
+    settings_ = {"config": {"policy": policy.to_dict()}}
+    first = policy.start(["a", "b", "c"])
+    with RunWriter(tmp_path, units=[{"name": name} for name in "abc"], **settings_) as writer:
+        for step, norms in enumerate(_norms(30, num_units=3), start=1):
+            writer.write_step(_row(step, norms, first.update(norms)))
+    second = policy.start(["c", "d", "a"])
+    second.load_state_dict(first.state_dict())
+    with RunWriter(tmp_path, units=[{"name": name} for name in "cda"], start_step=30, **settings_) as writer:
+        for step, norms in enumerate(_norms(30, seed=1, num_units=3), start=31):
+            writer.write_step(_row(step, norms, second.update(norms)))
+    with open_run(tmp_path) as run:
+        made = replay(run)
+        assert made.num_different == 0
+        np.testing.assert_array_equal(made.steps.lock, run.steps().lock)
+
+
+def test_a_record_that_begins_in_the_middle_is_exact_only_with_its_state(tmp_path):
+    policy = Policy(max_active=1)
+    before = policy.start(NAMES, MASK)
+    for norms in _norms(20):
+        before.update(norms)
+    for name, state in (("with", before.state_dict()), ("without", None)):
+        controller = policy.start(NAMES, MASK)
+        controller.load_state_dict(before.state_dict())
+        with RunWriter(
+            tmp_path / name, config={"policy": policy.to_dict()}, units=UNITS, start_step=20, state=state
+        ) as writer:
+            for step, norms in enumerate(_norms(20, seed=1), start=21):
+                writer.write_step(_row(step, norms, controller.update(norms)))
+    with open_run(tmp_path / "with") as run:
+        _assert_exact(run)
+    with open_run(tmp_path / "without") as run:
+        assert "without the controller's state" in replay(run).notes[0]
+
+
+def test_sets_forced_by_hand_are_replayed_as_inputs(tmp_path):
+    policy = Policy(max_active=1)
+    controller = policy.start(NAMES, MASK)
+    forces = {5: {"on": ["k", "v"]}, 9: {"on": "all"}, 12: {"on": "all", "off": ["q"]}, 14: {"off": "all"}}
+    with RunWriter(tmp_path, config={"policy": policy.to_dict()}, units=UNITS) as writer:
+        for step, norms in enumerate(_norms(20), start=1):
+            decision = controller.update(norms)
+            active, force = np.array(decision.active), forces.get(step)
+            for key, value in (("on", True), ("off", False)):
+                for index, name in enumerate(NAMES):
+                    if force and (force.get(key) == "all" or name in force.get(key, ())):
+                        active[index] = value
+            writer.write_step(_row(step, norms, decision, active=active, extra={"forced": force} if force else None))
+    with open_run(tmp_path) as run:
+        _assert_exact(run)
+        assert replay(run, Policy(max_active=0)).steps.active[8].all()
+
+
+def test_another_policy_gives_its_own_decisions(tmp_path):
+    recorded, other = Policy(max_active=1), Policy(max_active=3, alpha=1.1, lock_steps=4)
+    first, second = recorded.start(NAMES, MASK), other.start(NAMES, MASK)
+    norms = _norms(50)
+    with RunWriter(tmp_path, config={"policy": recorded.to_dict()}, units=UNITS) as writer:
+        for step, values in enumerate(norms, start=1):
+            writer.write_step(_row(step, values, first.update(values)))
+    with open_run(tmp_path) as run:
+        made = replay(run, other)
+    expected = np.array([np.array(second.update(values).active) for values in norms])
+    assert np.array_equal(made.steps.active, expected)
+    assert made.num_different == np.count_nonzero(expected != made.recorded_active) > 0
+    assert (made.steps.alpha == 1.1).all()
+
+
+def test_what_the_record_cannot_tell_is_noted(tmp_path):
+    policy = Policy()
+    controller = policy.start(NAMES, MASK)
+    with RunWriter(tmp_path, config={"policy": policy.to_dict()}, units=UNITS) as writer:
+        for step in (1, 2, 6, 7):
+            extra = {"raised": {"q": 2.0}} if step == 7 else None
+            writer.write_step(_row(step, [1.0] * 4, controller.update([1.0] * 4), extra=extra))
+    with open_run(tmp_path) as run:
+        notes = replay(run).notes
+    assert "no steps 3 to 5" in notes[0]
+    assert "risks raised by alarms" in notes[1]
+
+
+@pytest.mark.parametrize("config", [{}, {"policy": "random"}, {"policy": {"counts": [1], "seed": 3}}])
+def test_a_policy_that_cannot_be_built_again_asks_for_one(config, tmp_path):
+    with RunWriter(tmp_path, config=config, units=UNITS) as writer:
+        writer.write_step(StepRow(step=1, norms=[1.0] * 4))
+    with open_run(tmp_path) as run:
+        with pytest.raises(ConfigError, match="Pass replay a policy"):
+            replay(run)
+        assert len(replay(run, Policy()).steps) == 1
+
+
+def test_an_empty_run_replays_to_nothing(tmp_path):
+    writer = RunWriter(tmp_path, config={"policy": Policy().to_dict()}, units=UNITS)
+    with open_run(tmp_path) as run:
+        assert len(replay(run).steps) == 0
+    writer.close()
