@@ -1,0 +1,1 @@
+"""Models, data and scenarios. May import everything; nothing but the command line imports it."""

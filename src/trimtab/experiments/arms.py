@@ -1,0 +1,275 @@
+"""The arms of the demo: one model, one data order, one set of faults, and eight ways to train through them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.control import MatchedRandom, Policy, PolicyLike, robust
+from trimtab.experiments.text import Corpus, TextBatches, validation_batches
+from trimtab.faults import StoredCopyBurst, StoredCopyFaults
+from trimtab.precision import SavedActivations, find_units, measure_saved_bytes
+
+__all__ = ["ARMS", "Arm", "ArmResult", "TrainingPlan", "build_model", "run_arm"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """Model, optimizer and schedule of one arm; the same for every arm of a run.
+
+    The defaults are those of the prototype whose figures the README quotes.
+    """
+
+    num_steps: int = 250
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of the weights, the data order and the faults."""
+    hidden: int = 128
+    """Width of the model."""
+    ffn: int = 256
+    """Width of its MLPs."""
+    num_layers: int = 4
+    """Decoder layers, of seven projections each."""
+    num_heads: int = 4
+    """Attention heads."""
+    sequence: int = 64
+    """Tokens of a sequence."""
+    batch: int = 8
+    """Sequences of a batch."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.1
+    """Weight decay."""
+    max_norm: float = 1.0
+    """Clip the total gradient norm to this. Without it the faults do little harm and recovery has little to repair."""
+    num_validation: int = 1024
+    """Held-out sequences that the validation loss is measured on."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up: 40 of 250."""
+        return max(1, round(0.16 * self.num_steps))
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+
+    def policy(self, *, max_active: int | None = None, damping: bool = False) -> Policy:
+        """The ``robust`` preset, with its waiting times shortened where the run itself is very short."""
+        burn_in = min(20, max(1, round(0.08 * self.num_steps)))
+        act_from = min(40, max(1, round(0.16 * self.num_steps)))
+        preset = robust(damping=damping) if max_active is None else robust(damping=damping, max_active=max_active)
+        settings = {name: getattr(preset, name) for name in Policy.__dataclass_fields__}
+        return Policy(**(settings | {"burn_in_steps": burn_in, "act_from_step": act_from}))
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train through the faults.
+
+    Args:
+        name: Key in ``summary.json``.
+        title: What the table calls it.
+        recipe: Low and high bits, or None where nothing is quantized.
+        faults: Whether the bursts fall on it. Where every copy has 8 bits or more there is no low-width copy to hit.
+        policy: Makes its policy from the plan and from the number of active units that the GNMR arm had at each step.
+    """
+
+    name: str
+    title: str
+    recipe: tuple[int, int] | None
+    faults: bool
+    policy: Callable[[TrainingPlan, Sequence[int]], PolicyLike]
+
+
+ARMS = (
+    Arm("unquantized_clean", "unquantized, no faults", None, False, lambda plan, _: plan.policy()),
+    Arm("static_4bit_clean", "static 4-bit, no faults", (4, 8), False, lambda plan, _: plan.policy(max_active=0)),
+    Arm("static_4bit", "static 4-bit", (4, 8), True, lambda plan, _: plan.policy(max_active=0)),
+    Arm("gnmr", "GNMR 4/8", (4, 8), True, lambda plan, _: plan.policy()),
+    Arm("random", "random, same counts", (4, 8), True, lambda plan, counts: MatchedRandom(counts, plan.seed)),
+    Arm("damping", "damping only", (4, 8), True, lambda plan, _: plan.policy(max_active=0, damping=True)),
+    Arm("gnmr_damping", "GNMR 4/8 + damping", (4, 8), True, lambda plan, _: plan.policy(damping=True)),
+    Arm("static_8bit", "static 8-bit", (8, 8), False, lambda plan, _: plan.policy(max_active=0)),
+)
+
+
+@dataclass(slots=True)
+class ArmResult:
+    """What one arm gave."""
+
+    name: str
+    title: str
+    val_loss: float
+    """Nats per token on held-out text."""
+    val_nats_per_byte: float
+    val_perplexity: float
+    final_train_loss: float
+    recovered_share: float
+    """Share of unit-steps on the recovery path."""
+    switches: int
+    """How often a unit entered the recovery path."""
+    damped_unit_steps: int
+    num_faults: int
+    faults_caught: int
+    """Bursts during which their unit was on the recovery path at least once."""
+    mean_latency_steps: float | None
+    """Steps from a caught burst's start until its unit was on the recovery path."""
+    projection_saved_bytes: int
+    """Bytes that the projections keep for backward, measured and averaged over the run."""
+    model_saved_bytes: int
+    """Bytes that the whole model keeps for backward, likewise."""
+    step_seconds: float
+    """Median time of a step."""
+    active_counts: list[int] = field(default_factory=list)
+    """Units on the recovery path after each step's decision."""
+    seconds: float = 0.0
+
+
+def build_model(plan: TrainingPlan, vocab_size: int) -> nn.Module:
+    """A small LLaMA with random weights from the plan's seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(plan.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=plan.hidden,
+            intermediate_size=plan.ffn,
+            num_hidden_layers=plan.num_layers,
+            num_attention_heads=plan.num_heads,
+            max_position_embeddings=max(256, plan.sequence),
+            use_cache=False,
+        )
+    )
+
+
+def run_arm(
+    arm: Arm,
+    plan: TrainingPlan,
+    corpus: Corpus,
+    bursts: Sequence[StoredCopyBurst],
+    *,
+    counts: Sequence[int] = (),
+    record: Path | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> ArmResult:
+    """Train one arm from scratch and measure it.
+
+    Args:
+        arm: Which arm.
+        plan: Model and schedule.
+        corpus: The text.
+        bursts: The faults; applied only where ``arm.faults``.
+        counts: Active units of the GNMR arm at each step, for the arm that matches them.
+        record: Where its run record goes.
+        on_step: Called with the step and the loss after each step.
+
+    Returns: Its figures.
+    """
+    began = time.perf_counter()
+    model = build_model(plan, corpus.vocab_size)
+    units = find_units(model)
+    batches = TextBatches(corpus.train, plan.batch, plan.sequence, plan.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+    )
+    guard = trimtab.attach(
+        model,
+        None if arm.recipe is None else SavedActivations(*arm.recipe),
+        policy=arm.policy(plan, counts),
+        record=record,
+    )
+    faults = list(bursts) if arm.faults else []
+    times, losses, active_counts, saved = [], [], [], []
+    routed = np.zeros((plan.num_steps + 2, len(units)), dtype=bool)
+    damped = 0
+    with guard:
+        if faults:
+            guard.inject(StoredCopyFaults(faults))
+        for step in range(1, plan.num_steps + 1):
+            batch = batches[step]
+            for group in optimizer.param_groups:
+                group["lr"] = plan.learning_rate_at(step)
+            # Counting bytes costs time, so the steps that are counted are left out of the step time.
+            counted = step % 10 == 5
+            start = time.perf_counter()
+            if counted:
+                with measure_saved_bytes(model, units) as bytes_kept:
+                    loss = model(input_ids=batch, labels=batch).loss
+                saved.append((bytes_kept.units, bytes_kept.model))
+            else:
+                loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            decision = guard.step(max_norm=plan.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not counted:
+                times.append(time.perf_counter() - start)
+            losses.append(float(loss.detach()))
+            if arm.recipe is not None:
+                routed[step + 1] = decision.active
+                active_counts.append(int(decision.active.sum()))
+                if getattr(guard.policy, "damping", False):
+                    damped += int((decision.scale != 1.0).sum())
+            if on_step is not None:
+                on_step(step, losses[-1])
+    val_loss = _validation_loss(model, corpus, plan)
+    routed = routed[: plan.num_steps + 1]
+    caught, latencies = _catches(faults, routed, guard.units, plan.num_steps)
+    entered = routed[1:] & ~routed[:-1]
+    return ArmResult(
+        name=arm.name,
+        title=arm.title,
+        val_loss=val_loss,
+        val_nats_per_byte=val_loss / corpus.bytes_per_token,
+        val_perplexity=math.exp(min(val_loss, 700.0)),
+        final_train_loss=float(np.mean(losses[-10:])),
+        recovered_share=float(routed[1:].mean()),
+        switches=int(entered.sum()),
+        damped_unit_steps=damped,
+        num_faults=len([b for b in faults if b.start_step <= plan.num_steps]),
+        faults_caught=caught,
+        mean_latency_steps=float(np.mean(latencies)) if latencies else None,
+        projection_saved_bytes=int(np.mean([s[0] for s in saved])) if saved else 0,
+        model_saved_bytes=int(np.mean([s[1] for s in saved])) if saved else 0,
+        step_seconds=float(np.median(times)) if times else float("nan"),
+        active_counts=active_counts,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _catches(
+    bursts: Sequence[StoredCopyBurst], routed: np.ndarray, units: Sequence[str], num_steps: int
+) -> tuple[int, list[int]]:
+    """How many bursts had their unit on the recovery path while they lasted, and how long after their start it came."""
+    latencies = []
+    for burst in bursts:
+        during = routed[burst.start_step : min(burst.end_step, num_steps + 1), units.index(burst.unit)]
+        if during.any():
+            latencies.append(int(during.argmax()))
+    return len(latencies), latencies
+
+
+@torch.no_grad()
+def _validation_loss(model: nn.Module, corpus: Corpus, plan: TrainingPlan) -> float:
+    model.eval()
+    total, count = 0.0, 0
+    for batch in validation_batches(
+        corpus.validation, batch=64, sequence=plan.sequence, num_sequences=plan.num_validation
+    ):
+        total += float(model(input_ids=batch, labels=batch).loss) * len(batch)
+        count += len(batch)
+    model.train()
+    return total / count

@@ -1,0 +1,244 @@
+"""``trimtab train``: any Hugging Face causal LM on the user's own text, through ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trimtab.control import Policy, preset
+from trimtab.errors import ConfigError, MissingExtraError
+from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
+from trimtab.experiments.text import Corpus, load_corpus, read_files
+from trimtab.precision import SavedActivations
+
+__all__ = ["last_whole_checkpoint", "run_train"]
+
+_IDENTITY = "trimtab.json"
+
+
+class TextWindows(Dataset):
+    """Consecutive windows of a token stream, for the Trainer to shuffle."""
+
+    def __init__(self, tokens: Tensor, sequence: int) -> None:
+        self.tokens = tokens
+        self.sequence = sequence
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.sequence
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        window = self.tokens[index * self.sequence : (index + 1) * self.sequence]
+        return {"input_ids": window, "labels": window}
+
+
+def run_train(settings: TrainSettings) -> dict[str, Any]:
+    """Train, or go on with a run that was cut short.
+
+    Returns: What ``summary.json`` holds.
+
+    Raises:
+        ConfigError: when a setting cannot be meant, or the folder holds a run with other settings or a whole one.
+        MissingExtraError: when transformers is not installed.
+    """
+    try:
+        from transformers import Trainer, TrainingArguments, set_seed
+
+        from trimtab.integrations.transformers import TrimtabCallback
+    except ImportError:
+        raise MissingExtraError("trimtab train", "transformers", "hf") from None
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    policy = policy_of(settings)
+    recipe = None
+    if settings.recipe != "none":
+        recipe = SavedActivations(settings.low_bits, settings.high_bits, rounding=settings.rounding)  # type: ignore[arg-type]
+    prepare_folder(settings.out)
+    resumes = _claim(settings, write=is_first)
+    documents = read_files(settings.data)
+    set_seed(settings.seed)
+    model, tokenizer = load_model(settings)
+    corpus = load_corpus(documents, tokenizer=tokenizer, sequence=settings.sequence)
+    _check_vocabulary(model, corpus, settings)
+    warmup = settings.warmup_steps if settings.warmup_steps is not None else round(settings.steps / 20)
+    has_gpu = torch.accelerator.is_available()
+    arguments = TrainingArguments(
+        output_dir=str(settings.out),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch,
+        per_device_eval_batch_size=settings.batch,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=warmup,
+        weight_decay=settings.weight_decay,
+        adam_beta2=0.95,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        bf16=settings.bf16,
+        use_cpu=not has_gpu,
+        # Named without a launcher, it would make the Trainer look for a process group that nobody made.
+        ddp_backend="gloo" if not has_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
+        save_steps=settings.save_every,
+        save_total_limit=2,
+        logging_steps=settings.log_every,
+        report_to=settings.report_to.split(","),
+        # Only named when asked for: its name changes in the next major release, and naming it warns.
+        **({"gradient_checkpointing": True} if settings.gradient_checkpointing else {}),
+    )
+    # Beyond a thousand sequences the figure hardly moves, and a large held-out text would take longer than the run.
+    held_out = corpus.validation[: 1024 * settings.sequence]
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=TextWindows(corpus.train, settings.sequence),
+        eval_dataset=TextWindows(held_out, settings.sequence),
+        processing_class=corpus.tokenizer,
+        callbacks=[TrimtabCallback(recipe, policy=policy, record=settings.out)],
+    )
+    checkpoint = last_whole_checkpoint(settings.out) if resumes else None
+    if is_first and resumes:
+        print(f"Going on from {checkpoint}." if checkpoint else "No whole checkpoint yet: starting over.")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    val_loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(settings.out / "final"))
+    summary = {
+        "settings": settings.identity(),
+        "steps": trainer.state.global_step,
+        "val_loss": val_loss,
+        "val_perplexity": math.exp(min(val_loss, 700.0)),
+        "val_nats_per_byte": val_loss / corpus.bytes_per_token,
+        "final_model": str(settings.out / "final"),
+        "record": str(settings.out / "run.sqlite"),
+    }
+    if trainer.is_world_process_zero():
+        write_whole(settings.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+        print(
+            f"Validation loss {val_loss:.4f} nats a token, {summary['val_nats_per_byte']:.4f} nats a byte.\n"
+            f"Model: {summary['final_model']}   Record: trimtab runs {settings.out}"
+        )
+    return summary
+
+
+def policy_of(settings: TrainSettings) -> Policy:
+    """The preset with the settings' own budget and damping.
+
+    Raises: ConfigError: when the budget is negative or a share above 1.
+    """
+    warmup = settings.warmup_steps if settings.warmup_steps is not None else round(settings.steps / 20)
+    if settings.preset == "robust":
+        from trimtab.control import robust
+
+        policy = robust(warmup_steps=warmup, total_steps=settings.steps)
+    else:
+        policy = preset(settings.preset, total_steps=settings.steps)
+    values = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
+    if settings.max_active is not None:
+        values["max_active"] = settings.max_active
+    return Policy(**(values | {"damping": settings.damping}))
+
+
+def load_model(settings: TrainSettings) -> tuple[nn.Module, Any]:
+    """The model, and the tokenizer to use: an object, "bytes" or "bpe".
+
+    Raises: ConfigError: when the path is no Hugging Face config or checkpoint of a causal LM.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(settings.model)
+    if not path.exists():
+        raise ConfigError(
+            "model", settings.model, "there is no such file or folder.", "Name a config.json or a local checkpoint."
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(path))
+        weights = path.is_dir() and any(
+            p.suffix in (".safetensors", ".bin") and p.stem.startswith(("model", "pytorch_model"))
+            for p in path.iterdir()
+        )
+        make = AutoModelForCausalLM
+        model = make.from_pretrained(str(path)) if weights else make.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ConfigError(
+            "model",
+            settings.model,
+            f"transformers cannot make a causal LM of it ({reason}).",
+            "Name a config.json with a model_type, or a folder that save_pretrained wrote.",
+        ) from None
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    if settings.tokenizer in ("bytes", "bpe"):
+        return model, settings.tokenizer
+    folder = Path(settings.tokenizer) if settings.tokenizer is not None else (path if path.is_dir() else path.parent)
+    if settings.tokenizer is None and not (folder / "tokenizer_config.json").exists():
+        return model, "bytes"
+    try:
+        return model, AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise ConfigError(
+            "tokenizer", str(folder), f"no tokenizer loads from it ({reason}).", "Name a folder with one, or bytes."
+        ) from None
+
+
+def last_whole_checkpoint(out: Path) -> Path | None:
+    """The latest checkpoint that was written to its end, or None.
+
+    The Trainer writes ``trainer_state.json`` last, so a kill in the middle of saving leaves a folder without it, or
+    with a piece of it; such a folder is passed over.
+    """
+    whole = []
+    for folder in out.glob("checkpoint-*"):
+        number = folder.name.removeprefix("checkpoint-")
+        try:
+            state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if number.isdigit() and state.get("global_step") == int(number):
+            whole.append((int(number), folder))
+    return max(whole)[1] if whole else None
+
+
+def _claim(settings: TrainSettings, *, write: bool) -> bool:
+    """Whether the folder holds the same run, cut short; writes down whose it is otherwise.
+
+    Raises: ConfigError: when it holds a whole run, or one with other settings.
+    """
+    path = settings.out / _IDENTITY
+    identity = settings.identity()
+    if (settings.out / "summary.json").exists():
+        raise ConfigError("out", str(settings.out), "it holds a run that is finished.", "Choose another folder.")
+    if not path.exists():
+        if write:
+            write_whole(path, json.dumps(identity, indent=1) + "\n")
+        return False
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = {}
+    if found != identity:
+        changed = sorted(k for k in identity if found.get(k) != identity[k])
+        raise ConfigError(
+            "out",
+            str(settings.out),
+            f"it holds an unfinished run with other settings ({', '.join(changed)}).",
+            "Use the same settings to go on with it, or choose another folder.",
+        )
+    return True
+
+
+def _check_vocabulary(model: nn.Module, corpus: Corpus, settings: TrainSettings) -> None:
+    size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if size < corpus.vocab_size:
+        raise ConfigError(
+            "model",
+            settings.model,
+            f"it has {size} token ids, and the tokenizer makes {corpus.vocab_size}.",
+            "Raise vocab_size in the config, or name the model's own tokenizer.",
+        )
