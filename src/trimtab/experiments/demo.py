@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -121,7 +122,13 @@ def _run_arms(
         TextColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    # Operators this small gain little from a second thread and lose much when something else runs beside them; and the
+    # figures then do not depend on how many cores the machine has.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, num_threads)
+        progress = stack.enter_context(Progress(*columns, console=console))
         for arm in ARMS:
             task = progress.add_task(arm.title, total=plan.num_steps, loss=float("nan"))
             counts = results["gnmr"].active_counts if "gnmr" in results else ()

@@ -59,7 +59,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     if settings.recipe != "none":
         recipe = SavedActivations(settings.low_bits, settings.high_bits, rounding=settings.rounding)  # type: ignore[arg-type]
     prepare_folder(settings.out)
-    resumes = _claim(settings, write=is_first)
+    resumes = _goes_on(settings)
     documents = read_files(settings.data)
     set_seed(settings.seed)
     model, tokenizer = load_model(settings)
@@ -102,6 +102,9 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         callbacks=[TrimtabCallback(recipe, policy=policy, record=settings.out)],
     )
     checkpoint = last_whole_checkpoint(settings.out) if resumes else None
+    if is_first and not resumes:
+        # Only now: what was refused until here must not leave a folder that looks like a run.
+        write_whole(settings.out / _IDENTITY, json.dumps(settings.identity(), indent=1) + "\n")
     if is_first and resumes:
         print(f"Going on from {checkpoint}." if checkpoint else "No whole checkpoint yet: starting over.")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -205,8 +208,8 @@ def last_whole_checkpoint(out: Path) -> Path | None:
     return max(whole)[1] if whole else None
 
 
-def _claim(settings: TrainSettings, *, write: bool) -> bool:
-    """Whether the folder holds the same run, cut short; writes down whose it is otherwise.
+def _goes_on(settings: TrainSettings) -> bool:
+    """Whether the folder holds the same run, cut short.
 
     Raises: ConfigError: when it holds a whole run, or one with other settings.
     """
@@ -215,8 +218,6 @@ def _claim(settings: TrainSettings, *, write: bool) -> bool:
     if (settings.out / "summary.json").exists():
         raise ConfigError("out", str(settings.out), "it holds a run that is finished.", "Choose another folder.")
     if not path.exists():
-        if write:
-            write_whole(path, json.dumps(identity, indent=1) + "\n")
         return False
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

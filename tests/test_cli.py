@@ -1,0 +1,225 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import main
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"The ship {i} sails to port {i * i % 97} at dawn. " for i in range(3000)))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command line says on stderr when it exits with 2."""
+    try:
+        status = main(words)
+    except SystemExit as exit_:
+        status = exit_.code
+    said = capsys.readouterr()
+    assert status == 2, said
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--recipe", "saved-activation"], ["recipe='saved-activation'", "Did you mean 'saved-activations'?"]),
+        (["--preset", "robus"], ["preset='robus'", "Did you mean 'robust'?"]),
+        (["--max-active", "-1"], ["max_active=-1", "Set it to"]),
+        (["--max-active", "1.5"], ["max_active=1.5", "share"]),
+        (["--steps", "0"], ["steps=0", "at least 1", "Set it to 1 or more."]),
+        (["--low-bits", "3"], ["low_bits=3", "2, 4, 8 or 16", "Choose one of these."]),
+        (["--low-bits", "8", "--high-bits", "4"], ["high_bits=4", "at least the 8 bits"]),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_answered_in_one_line(capsys, tmp_path, text, model, words, parts):
+    out = tmp_path / "out"
+    said = refusal(capsys, "train", "--model", str(model), "--data", str(text), "--out", str(out), *words)
+    assert said.startswith("trimtab: error: ")
+    assert len(said.strip().splitlines()) == 1
+    for part in parts:
+        assert part in said
+    assert not (out / "summary.json").exists()
+
+
+def test_missing_and_empty_files_are_named(capsys, tmp_path, text, model):
+    out = str(tmp_path / "out")
+    assert "nowhere.txt" in refusal(capsys, "train", "--model", str(model), "--data", "nowhere.txt", "--out", out)
+    assert "no-model" in refusal(capsys, "train", "--model", "no-model", "--data", str(text), "--out", out)
+    (tmp_path / "empty.txt").write_text("")
+    said = refusal(capsys, "train", "--model", str(model), "--data", str(tmp_path / "empty.txt"), "--out", out)
+    assert "there is no text in it" in said
+    (tmp_path / "bad.json").write_text("{}")
+    said = refusal(capsys, "train", "--model", str(tmp_path / "bad.json"), "--data", str(text), "--out", out)
+    assert "transformers cannot make a causal LM of it" in said
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(capsys, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert "cannot be written" in refusal(capsys, "demo", "--out", str(blocked / "inside"))
+
+
+def test_an_unknown_command_exits_with_two(capsys):
+    assert "frob" in refusal(capsys, "frob")
+
+
+def test_runs_of_a_folder_without_records_says_so(capsys, tmp_path):
+    assert "no run record is in it" in refusal(capsys, "runs", str(tmp_path))
+    assert "no such file or folder" in refusal(capsys, "runs", str(tmp_path / "nowhere"))
+    (tmp_path / "fake.sqlite").write_text("no database")
+    said = refusal(capsys, "runs", str(tmp_path / "fake.sqlite"))
+    assert "fake.sqlite" in said
+
+
+def test_help_and_version_load_no_torch():
+    code = (
+        "import sys\nfrom trimtab.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "main(['--version'])\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+
+
+def test_a_demo_of_few_steps_writes_every_arm_and_a_record_of_each(capsys, tmp_path):
+    out = tmp_path / "demo"
+    assert main(["demo", "--steps", "12", "--out", str(out), "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "fault injection" in printed
+    assert "global gradient clipping" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    arms = summary["arms"]
+    assert set(arms) == {
+        "unquantized_clean",
+        "static_4bit_clean",
+        "static_4bit",
+        "gnmr",
+        "random",
+        "damping",
+        "gnmr_damping",
+        "static_8bit",
+    }
+    assert all(0 < arm["val_loss"] < 10 for arm in arms.values())
+    assert arms["random"]["active_counts"] == arms["gnmr"]["active_counts"]
+    assert (
+        arms["static_4bit"]["projection_saved_bytes"] < 0.28 * 2 * arms["unquantized_clean"]["projection_saved_bytes"]
+    )
+    assert main(["runs", str(out), "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert len(records) == 8
+    assert all(r["finished"] and r["num_steps"] == 12 and r["num_units"] == 28 for r in records)
+
+
+def train_words(text: Path, model: Path, out: Path) -> list[str]:
+    return [
+        *("train", "--model", str(model), "--data", str(text), "--out", str(out)),
+        *("--steps", "60", "--batch", "2", "--sequence", "16", "--accumulation", "2", "--preset", "paper"),
+        *("--save-every", "7", "--log-every", "1", "--rounding", "stochastic"),
+    ]
+
+
+def live_line(out: Path):
+    from trimtab.trace import open_run
+
+    with open_run(out) as run:
+        return run.finished, len(run.segments), run.steps()
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_goes_on_to_the_same_weights_and_decisions(tmp_path, text, model):
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def command(out: Path) -> list[str]:
+        return [sys.executable, "-m", "trimtab", *train_words(text, model, out)]
+
+    subprocess.run(command(whole), env=environment, check=True, capture_output=True)
+    process = subprocess.Popen(command(cut), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(cut.glob("checkpoint-*/trainer_state.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (cut / "summary.json").exists(), "it was over before it could be killed"
+    finished, _, _ = live_line(cut)
+    assert not finished
+    # A kill may also fall into the middle of saving: a folder without its last file must be passed over.
+    torn = cut / "checkpoint-59"
+    torn.mkdir()
+    (torn / "trainer_state.json").write_text('{"global_step": 5')
+    subprocess.run(command(cut), env=environment, check=True, capture_output=True)
+    before, after = (load_file(out / "final" / "model.safetensors") for out in (whole, cut))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    (ended, _, expected), (ended_too, num_segments, got) = live_line(whole), live_line(cut)
+    assert ended
+    assert ended_too
+    assert num_segments == 2
+    assert got.step.tolist() == expected.step.tolist() == list(range(1, 61))
+    np.testing.assert_array_equal(got.norms, expected.norms)
+    np.testing.assert_array_equal(got.active, expected.active)
+    assert expected.active.any(), "the run must take decisions for this to say anything"
+    assert (
+        json.loads((cut / "summary.json").read_text())["val_loss"]
+        == json.loads((whole / "summary.json").read_text())["val_loss"]
+    )
+
+
+def test_a_finished_run_and_one_with_other_settings_are_not_written_over(capsys, tmp_path, text, model):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "trimtab.json").write_text("{}")
+    assert "unfinished run with other settings" in refusal(capsys, *train_words(text, model, out))
+    (out / "summary.json").write_text("{}")
+    assert "holds a run that is finished" in refusal(capsys, *train_words(text, model, out))
+
+
+@pytest.mark.slow
+def test_training_under_torchrun_gives_one_record_and_one_summary(tmp_path, text, model):
+    out = tmp_path / "ranks"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trimtab"]
+    done = subprocess.run(
+        [*words, *train_words(text, model, out)[:-6], "--steps", "6"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    finished, num_segments, steps = live_line(out)
+    assert finished
+    assert num_segments == 1
+    assert steps.step.tolist() == [1, 2, 3, 4, 5, 6]
+    assert json.loads((out / "summary.json").read_text())["steps"] == 6
