@@ -11,7 +11,7 @@ __all__ = ["Fault"]
 
 
 class Fault(Protocol):
-    """A fault that starts, ends and falls where its own fields say; a function of the step alone, so that it resumes."""
+    """A fault that starts, ends and falls where its own fields say; a function of the step alone, so it resumes."""
 
     def check(self, conversion: Conversion | None) -> None:
         """Raises: ConfigError: when it cannot be applied to this conversion."""

@@ -1,7 +1,7 @@
 """Fault: a corrupted stored copy. Some channels of a unit's low-width copy are scaled up and not scaled back.
 
-It is what a wrong or stale scale does. The copy of the recovery path has its own scale and is not affected, and of layers
-that share one stored copy only the named unit reads it wrongly.
+It is what a wrong or stale scale does. The copy of the recovery path has its own scale and is not affected, and of
+layers that share one stored copy only the named unit reads it wrongly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["StoredCopyBurst", "StoredCopyFaults", "random_bursts"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCopyBurst:
-    """One burst: for ``num_steps`` steps from ``start_step``, channels of one unit's low-width copy are ``factor`` too large.
+    """One burst: for ``num_steps`` steps, channels of one unit's low-width copy are ``factor`` times too large.
 
     Args:
         unit: Name of the unit.
@@ -41,10 +41,13 @@ class StoredCopyBurst:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for setting in ("start_step", "num_steps", "num_channels"):
-            if getattr(self, setting) < 1:
-                raise ConfigError(setting, getattr(self, setting), "a burst has at least one.", "Set it to 1 or more.")
-        if not math.isfinite(self.factor):
+        for setting, least in (("start_step", 1), ("num_steps", 1), ("num_channels", 1), ("seed", 0)):
+            value = getattr(self, setting)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(
+                    setting, value, f"a whole number from {least} is needed.", f"Set it to {least} or more."
+                )
+        if not isinstance(self.factor, int | float) or not math.isfinite(self.factor):
             raise ConfigError("factor", self.factor, "a finite number is needed.", "Use one between 50 and 1000, say.")
 
     @property
@@ -76,6 +79,10 @@ class StoredCopyFaults:
             raise ConfigError(
                 "fault", "stored copy", "only saved activations keep a copy to corrupt.", "Attach that recipe."
             )
+        if conversion.recipe.low_bits == 16:
+            raise ConfigError(
+                "low_bits", 16, "an unquantized input is no copy that could be corrupted.", "Set it to 2, 4 or 8."
+            )
         known = [u.name for u in conversion.units]
         for burst in self.bursts:
             if burst.unit not in known:
@@ -83,10 +90,9 @@ class StoredCopyFaults:
                 raise ConfigError("unit", burst.unit, "no converted unit has that name.", f"Nearest: {near}.")
 
     def begin_step(self, step: int, conversion: Conversion | None) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Corrupt what suffers in ``step`` and heal the rest; returns the bursts that start."""
+        """Corrupt what suffers in ``step``, after the conversion has begun it; returns the bursts that start."""
         assert isinstance(conversion, SavedActivationsConversion)
         index = {u.name: i for i, u in enumerate(conversion.units)}
-        conversion.heal()
         for burst in self.bursts:
             if burst.start_step <= step < burst.end_step:
                 i = index[burst.unit]
@@ -118,7 +124,22 @@ def random_bursts(
         num_channels: Channels that each falls on.
 
     Returns: The bursts, by start.
+
+    Raises: ConfigError: when there is no unit or no burst to choose, or a range is empty.
     """
+    if isinstance(units, str) or not units:
+        raise ConfigError("units", units, "at least one name to choose from is needed.", "Pass guard.units.")
+    if num_bursts < 1:
+        raise ConfigError("num_bursts", num_bursts, "at least one burst is needed.", "Set it to 1 or more.")
+    for setting, low, high, least in (
+        ("last_step", first_step, last_step, 1),
+        ("num_steps", *num_steps, 1),
+        ("factor", *factor, math.ulp(0.0)),
+    ):
+        if not least <= low <= high < math.inf:
+            raise ConfigError(
+                setting, (low, high), "a range runs from above 0 to no less than its start.", "Swap or widen it."
+            )
     rng = np.random.default_rng(seed)
     bursts = [
         StoredCopyBurst(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from array_api_compat import array_namespace
+from array_api_compat import array_namespace, device
 
 from trimtab.errors import ConfigError, nearest_names
 
@@ -30,7 +30,7 @@ class IntegerFormat:
     @property
     def max_value(self) -> int:
         """The largest value of the grid: 1, 7 or 127."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     def round(self, array: Any) -> Any:
         """Round onto the unscaled grid: to nearest, ties to even, saturating.
@@ -49,11 +49,11 @@ class IntegerFormat:
         """
         xp = array_namespace(array)
         rounded = xp.clip(xp.round(array), -float(self.max_value), float(self.max_value))
-        return xp.where(xp.isfinite(array), rounded, xp.asarray(float("nan"), dtype=array.dtype))
+        return xp.where(xp.isfinite(array), rounded, xp.full((), float("nan"), dtype=array.dtype, device=device(array)))
 
 
 def round_scalar(value: float, bits: int) -> float:
-    """Round one number onto the grid of ``bits`` bits; the specification that ``IntegerFormat.round`` is tested against.
+    """Round one number onto the grid of ``bits`` bits; the specification of ``IntegerFormat.round``.
 
     Example:
         >>> [round_scalar(v, 2) for v in (0.5, 0.500001, -7.0)]

@@ -68,7 +68,8 @@ def measure_saved_bytes(model: nn.Module, units: Iterable[Unit]) -> Iterator[Sav
             if depth and key not in counts._seen_by_units:
                 counts._seen_by_units.add(key)
                 counts.units += size
-        return tensor
+        # An output that its own node saves would hold that node, and the graph would never be freed.
+        return tensor.detach()
 
     handles = []
     for unit in units:

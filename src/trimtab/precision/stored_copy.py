@@ -6,6 +6,9 @@ A *scale* multiplies: ``x ~ codes * scale``.
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +20,7 @@ __all__ = ["decode", "encode", "stored_bytes_per_token"]
 def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize each token (row) of ``x`` by its largest magnitude and pack the codes.
 
-    A row of zeros stays exactly zero; a row that holds a NaN or an infinity comes back as NaN.
+    A row of zeros stays exactly zero; a row that holds a NaN, an infinity or more than float32 holds comes back as NaN.
 
     Args:
         x: Floating tensor, shape (..., d).
@@ -34,11 +37,21 @@ def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, T
     """
     limit = get(f"int{bits}").max_value
     x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True) / limit if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
+    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
+    # 0 * inf is NaN: an infinite scale would leave it to the device which codes, and so whether NaN, come back.
+    scale = (amax / limit).clamp_(max=_largest_scale(limit)).add_(amax * 0)
     # A scale of zero (a row of zeros, or one so small that amax/limit underflows) must give codes of zero, not 0/0.
     codes = x / torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = torch.floor(codes.add_(noise)) if noise is not None else codes.round_()
     return pack(codes.clamp_(-limit, limit).to(torch.int8), bits), scale
+
+
+@cache
+def _largest_scale(limit: int) -> float:
+    """The largest float32 whose product with ``limit`` does not overflow."""
+    largest = torch.finfo(torch.float32).max
+    scale = np.float32(largest / limit)
+    return float(scale if float(scale) * limit <= largest else np.nextafter(scale, np.float32(0)))
 
 
 def decode(packed: Tensor, scale: Tensor, *, bits: int, size: int, dtype: torch.dtype) -> Tensor:

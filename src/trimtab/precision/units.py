@@ -16,7 +16,7 @@ Selection = Callable[[nn.Module, str], bool] | Sequence[str] | None
 """How a user picks units: a filter ``f(module, fqn)``, a list of names, or None for the projections of every block."""
 
 # Wrappers put these into names; without them a checkpoint finds its units again under another wrapper.
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 # A router's gate decides where tokens go: it stays in high precision, and is no projection.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
@@ -52,17 +52,23 @@ def clean_fqn(name: str) -> str:
         >>> clean_fqn("module._orig_mod.layers.0.q_proj")
         'layers.0.q_proj'
     """
-    name = _WRAPPERS.sub("", name)
+    name = _WRAPPERS.sub("", name).removeprefix(".")
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
 
 
+def linear_class(module: nn.Module) -> type[nn.Module] | None:
+    """The linear class that ``module`` is of or inherits: torch's, or GPT-2's transposed one in transformers."""
+    for c in type(module).__mro__:
+        if c is nn.Linear or (c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils"):
+            return c
+    return None
+
+
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer: torch's, or the transposed one of GPT-2 in transformers."""
-    return isinstance(module, nn.Linear) or any(
-        c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__
-    )
+    """Whether ``module`` is a linear layer."""
+    return linear_class(module) is not None
 
 
 def is_projection(module: nn.Module, fqn: str) -> bool:
@@ -89,16 +95,21 @@ def find_units(model: nn.Module, selection: Selection = None) -> list[Unit]:
     Raises: ConfigError: when nothing is selected, a name does not exist or owns no parameter, or two named modules
         contain one another.
     """
-    modules = {clean_fqn(name): module for name, module in model.named_modules() if name}
+    # What is inside a wrapper has the wrapper's name, and comes later.
+    modules = {clean_fqn(name): module for name, module in model.named_modules()}
+    modules.pop("", None)
     owners = {name: module for name, module in modules.items() if next(module.parameters(), None) is not None}
     if selection is None:
         picked = [n for n, m in owners.items() if is_projection(m, n)]
         # A model without numbered blocks: every linear layer, or else every leaf that owns parameters.
-        picked = picked or [n for n, m in owners.items() if is_linear(m) and m is not _output_head(model)]
+        picked = picked or [n for n, m in owners.items() if is_linear(m) and m is not output_head(model)]
         picked = picked or [n for n, m in owners.items() if not any(True for _ in m.children())]
         if not picked:
             raise ConfigError(
-                "model", type(model).__name__, "a watched model owns parameters.", "Pass a model that does."
+                "model",
+                type(model).__name__,
+                "a watched model has modules that own parameters.",
+                "Pass a model that does.",
             )
     elif callable(selection):
         picked = [n for n, m in owners.items() if is_linear(m) and selection(m, n)]
@@ -148,26 +159,34 @@ def _outermost(names: list[str]) -> list[str]:
 
 
 def _merge_tied(names: list[str], owners: dict[str, nn.Module]) -> list[Unit]:
-    group_of: dict[int, list[str]] = {}
-    groups: list[list[str]] = []
+    groups: list[tuple[list[str], set[int]]] = []
     for name in names:
-        parameters = list(owners[name].parameters())
-        group = next((group_of[id(p)] for p in parameters if id(p) in group_of), None)
-        if group is None:
-            group = []
-            groups.append(group)
-        group.append(name)
-        for p in parameters:
-            group_of[id(p)] = group
-    return [Unit(name=g[0], modules=tuple(owners[n] for n in g), module_names=tuple(g)) for g in groups]
+        parameters = {id(p) for p in owners[name].parameters()}
+        tied = [group for group in groups if group[1] & parameters]
+        if not tied:
+            groups.append(([name], parameters))
+            continue
+        first = tied[0]
+        for group in tied[1:]:
+            first[0].extend(group[0])
+            first[1].update(group[1])
+            groups.remove(group)
+        first[0].append(name)
+        first[1].update(parameters)
+    return [Unit(name=g[0], modules=tuple(owners[n] for n in g), module_names=tuple(g)) for g, _ in groups]
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    try:
-        return get() if callable(get) else None
-    except (NotImplementedError, AttributeError):
-        return None
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The output head of ``model``, wrapped or not, where one of its modules says which it is."""
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        try:
+            head = get() if callable(get) else None
+        except (NotImplementedError, AttributeError):
+            continue
+        if head is not None:
+            return head
+    return None
 
 
 def describe_filter(selection: Selection) -> str:
