@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"trimtab {__version__}")
         return 0
     show = warnings.showwarning
-    warnings.showwarning = lambda message, category, *where: (  # type: ignore[assignment]
+    warnings.showwarning = lambda message, category, *where: (
         print(f"trimtab: warning: {message}", file=sys.stderr)
         if issubclass(category, TrimtabWarning)
         else show(message, category, *where)
@@ -93,7 +93,7 @@ def _parse(words: list[str]) -> DemoSettings | TrainSettings | RunsSettings:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(_Command, prog="trimtab", description=_DESCRIPTION, args=words)  # type: ignore[call-overload]
+            return tyro.cli(_Command, prog="trimtab", description=_DESCRIPTION, args=words)
     except SystemExit as exit_:
         cause: BaseException | None = exit_
         while cause is not None and not isinstance(cause, TrimtabError):

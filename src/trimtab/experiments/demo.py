@@ -7,12 +7,13 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from trimtab._version import __version__
@@ -139,9 +140,13 @@ def _run_arms(
                 bursts,
                 counts=counts,
                 record=settings.out / "records" / arm.name,
-                on_step=lambda step, loss, task=task: progress.update(task, completed=step, loss=loss),
+                on_step=partial(_advance, progress, task),
             )
     return results
+
+
+def _advance(progress: Progress, task: TaskID, step: int, loss: float) -> None:
+    progress.update(task, completed=step, loss=loss)
 
 
 def _summary(

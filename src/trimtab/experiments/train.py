@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from trimtab.control import Policy, preset
 from trimtab.errors import ConfigError, MissingExtraError
 from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
-from trimtab.experiments.text import Corpus, load_corpus, read_files
+from trimtab.experiments.text import load_corpus, read_files
 from trimtab.precision import SavedActivations
 
 __all__ = ["last_whole_checkpoint", "run_train"]
@@ -23,7 +23,7 @@ __all__ = ["last_whole_checkpoint", "run_train"]
 _IDENTITY = "trimtab.json"
 
 
-class TextWindows(Dataset):
+class TextWindows(Dataset[dict[str, Tensor]]):
     """Consecutive windows of a token stream, for the Trainer to shuffle."""
 
     def __init__(self, tokens: Tensor, sequence: int) -> None:
@@ -63,8 +63,15 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     documents = read_files(settings.data)
     set_seed(settings.seed)
     model, tokenizer = load_model(settings)
-    corpus = load_corpus(documents, tokenizer=tokenizer, sequence=settings.sequence)
-    _check_vocabulary(model, corpus, settings)
+    num_ids = model.get_input_embeddings().num_embeddings
+    corpus = load_corpus(documents, tokenizer=tokenizer, vocab_size=num_ids, sequence=settings.sequence)
+    if num_ids < corpus.vocab_size:
+        raise ConfigError(
+            "model",
+            settings.model,
+            f"it has {num_ids} token ids, and the tokenizer makes {corpus.vocab_size}.",
+            "Raise vocab_size in the config, or name the model's own tokenizer.",
+        )
     warmup = settings.warmup_steps if settings.warmup_steps is not None else round(settings.steps / 20)
     has_gpu = torch.accelerator.is_available()
     arguments = TrainingArguments(
@@ -88,9 +95,11 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         save_total_limit=2,
         logging_steps=settings.log_every,
         report_to=settings.report_to.split(","),
-        # Only named when asked for: its name changes in the next major release, and naming it warns.
-        **({"gradient_checkpointing": True} if settings.gradient_checkpointing else {}),
     )
+    if settings.gradient_checkpointing:
+        # The newer name where there is one: the older warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
     # Beyond a thousand sequences the figure hardly moves, and a large held-out text would take longer than the run.
     held_out = corpus.validation[: 1024 * settings.sequence]
     trainer = Trainer(
@@ -146,7 +155,7 @@ def policy_of(settings: TrainSettings) -> Policy:
     return Policy(**(values | {"damping": settings.damping}))
 
 
-def load_model(settings: TrainSettings) -> tuple[nn.Module, Any]:
+def load_model(settings: TrainSettings) -> tuple[Any, Any]:
     """The model, and the tokenizer to use: an object, "bytes" or "bpe".
 
     Raises: ConfigError: when the path is no Hugging Face config or checkpoint of a causal LM.
@@ -232,14 +241,3 @@ def _goes_on(settings: TrainSettings) -> bool:
             "Use the same settings to go on with it, or choose another folder.",
         )
     return True
-
-
-def _check_vocabulary(model: nn.Module, corpus: Corpus, settings: TrainSettings) -> None:
-    size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if size < corpus.vocab_size:
-        raise ConfigError(
-            "model",
-            settings.model,
-            f"it has {size} token ids, and the tokenizer makes {corpus.vocab_size}.",
-            "Raise vocab_size in the config, or name the model's own tokenizer.",
-        )
