@@ -1,9 +1,9 @@
 """trimtab inside ``transformers.Trainer``: one callback, nothing else changed.
 
-The Trainer clips before any callback event of the step, and with ``max_grad_norm=0`` it still calls a clip with an infinite
-bound, which turns every gradient into NaN when one is not finite. So the norms must be read before either, and the
-callback wraps the two methods of the *instance* that do it, and ``training_step`` for the step's loss. State goes into
-``trainer_state.json`` through ``_save_checkpoint``: with the checkpoint, or not at all. See docs/decisions/0003.
+The Trainer clips before any callback event of the step, and with ``max_grad_norm=0`` it still calls a clip with an
+infinite bound, which turns every gradient into NaN when one is not finite. So the norms must be read before either, and
+the callback wraps the two methods of the *instance* that do it, and ``training_step`` for the step's loss. State goes
+into ``trainer_state.json`` through ``_save_checkpoint``: with the checkpoint, or not at all. See docs/decisions/0003.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _REFUSED = {
 class TrimtabCallback(TrainerCallback):
     """Watch the Trainer's model and, with a recipe, run its risky units on the recovery path.
 
-    Without a recipe training is bit for bit what it was, and so are the logged ``grad_norm`` and the saved arguments. The
-    guard's state is saved in every checkpoint and restored on resume, with default ``TrainingArguments``.
+    Without a recipe training is bit for bit what it was, and so are the logged ``grad_norm`` and the saved arguments.
+    The guard's state is saved in every checkpoint and restored on resume, with default ``TrainingArguments``.
 
     Args:
         recipe: The pair of precision paths; None only watches.
@@ -82,6 +82,7 @@ class TrimtabCallback(TrainerCallback):
         self.units = units
         self.guard: Guard | None = None
         self._trainer: Trainer | None = None
+        self._wrappers: dict[str, tuple[Any, Any]] = {}
         self._losses: list[Tensor] = []
 
     def on_train_begin(
@@ -119,29 +120,47 @@ class TrimtabCallback(TrainerCallback):
             )
         self._trainer = trainer
         clip, get, train, save = (getattr(trainer, name) for name in _WRAPPED)
-        trainer._clip_grad_norm = lambda model: self._observe_and_clip(trainer.args.max_grad_norm)
-        trainer._get_grad_norm = lambda model, grad_norm=None: self._norm_to_log(get, model, grad_norm)
-        trainer.training_step = lambda *a, **k: self._note_loss(train(*a, **k))
-        trainer._save_checkpoint = lambda *a, **k: self._save(save, *a, **k)
+        ours = (
+            lambda model: self._clip(clip, model, trainer.args.max_grad_norm),
+            lambda model, grad_norm=None: self._norm_to_log(get, model, grad_norm),
+            lambda *a, **k: self._note_loss(train(*a, **k)),
+            lambda *a, **k: self._save(save, *a, **k),
+        )
+        for name, wrapper in zip(_WRAPPED, ours, strict=True):
+            # What the user has put on the instance goes back there; what its class has needs no entry.
+            self._wrappers[name] = (wrapper, trainer.__dict__.get(name))
+            setattr(trainer, name, wrapper)
 
     def _release(self, finished: bool) -> None:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
-            for name in _WRAPPED:
-                trainer.__dict__.pop(name, None)
+            for name, (wrapper, before) in self._wrappers.items():
+                if trainer.__dict__.get(name) is wrapper:
+                    del trainer.__dict__[name]
+                    if before is not None:
+                        trainer.__dict__[name] = before
+            self._wrappers.clear()
         if self.guard is not None:
             self.guard.close(finished=finished)
         self._losses.clear()
 
+    def _clip(self, original: Callable[..., Any], model: Any, max_norm: float) -> Any:
+        if getattr(original, "__func__", None) is Trainer._clip_grad_norm:
+            return self._observe_and_clip(max_norm)
+        # Somebody clips in a way of their own: theirs holds, after the norms are read.
+        self._observe_and_clip(None)
+        return original(model)
+
     def _observe_and_clip(self, max_norm: float | None) -> Tensor:
         """Read the norms, then clip: what the Trainer's own clip returns, from norms that are read once."""
-        assert self.guard is not None and self._trainer is not None
+        assert self.guard is not None
+        assert self._trainer is not None
         scaler = self._trainer.accelerator.scaler
         if scaler is not None:
             # accelerate knows its optimizers; the guard then sees that the gradients are unscaled already.
             self._trainer.accelerator.unscale_gradients()
         if self._losses:
-            # Each micro-batch's loss comes divided by their number, or by the step's tokens: the step's loss is the sum.
+            # Each micro-batch's loss comes divided by their number, or by the step's tokens: the step's is the sum.
             self.guard.observe(loss=torch.stack([x.float() for x in self._losses]).sum())
             self._losses.clear()
         return self.guard.step(max_norm=max_norm, scaler=scaler).grad_norm
@@ -162,7 +181,8 @@ class TrimtabCallback(TrainerCallback):
         return loss
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        assert self.guard is not None and self._trainer is not None
+        assert self.guard is not None
+        assert self._trainer is not None
         self._trainer.state.stateful_callbacks[_STATE_KEY] = _encode(self.guard.state_dict())
         original(*args, **kwargs)
 
@@ -170,11 +190,14 @@ class TrimtabCallback(TrainerCallback):
         assert self.guard is not None
         saved = (state.stateful_callbacks or {}).get(_STATE_KEY)
         try:
-            decoded = None if saved is None else _decode(saved)
-        except (ValueError, KeyError, TypeError, zlib.error):
-            decoded = None
-        if decoded is None:
-            what = "holds no state of trimtab" if saved is None else "holds a damaged state of trimtab"
+            if saved is not None:
+                self.guard.load_state_dict(_decode(saved))
+        except (ValueError, KeyError, TypeError, zlib.error) as error:
+            reason = error
+        else:
+            reason = None
+        if saved is None or reason is not None:
+            what = "holds no state of trimtab" if saved is None else f"holds no usable state of trimtab ({reason})"
             warnings.warn(
                 f"{checkpoint} {what}: training resumes at step {state.global_step}, and the units start without "
                 "history, on the low-cost path.",
@@ -182,8 +205,6 @@ class TrimtabCallback(TrainerCallback):
                 stacklevel=2,
             )
             self.guard.start_from(state.global_step)
-        else:
-            self.guard.load_state_dict(decoded)
 
 
 def _calling_trainer(callback: TrimtabCallback) -> tuple[Trainer, str | None]:
@@ -192,24 +213,20 @@ def _calling_trainer(callback: TrimtabCallback) -> tuple[Trainer, str | None]:
     Callbacks are not given their Trainer, so it is looked for among the callers: the one that has this callback.
     """
     frame = sys._getframe(1)
-    trainer, checkpoint = None, None
     while frame is not None:
-        if trainer is None:
-            found = frame.f_locals.get("self")
-            if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
-                trainer = found
-        if trainer is not None and isinstance(frame.f_locals.get("resume_from_checkpoint"), str):
-            checkpoint = frame.f_locals["resume_from_checkpoint"]
-            break
+        # No further out than needed: before Python 3.13 a frame that was looked at keeps what its variables held.
+        local = frame.f_locals
+        found = local.get("self")
+        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+            checkpoint = local.get("resume_from_checkpoint")
+            return found, checkpoint if isinstance(checkpoint, str) else None
         frame = frame.f_back  # type: ignore[assignment]
-    if trainer is None:
-        raise ConfigError(
-            "callbacks",
-            type(callback).__name__,
-            "the callback works inside transformers.Trainer, and no Trainer that has it is training.",
-            "Pass it to Trainer(callbacks=[...]); in another loop use trimtab.attach.",
-        )
-    return trainer, checkpoint
+    raise ConfigError(
+        "callbacks",
+        type(callback).__name__,
+        "the callback works inside transformers.Trainer, and no Trainer that has it is training.",
+        "Pass it to Trainer(callbacks=[...]); in another loop use trimtab.attach.",
+    )
 
 
 def _refuse_what_cannot_be_read(trainer: Trainer) -> None:
@@ -220,7 +237,9 @@ def _refuse_what_cannot_be_read(trainer: Trainer) -> None:
     elif kind == "FSDP" and not trainer.accelerator.is_fsdp2:
         kind, reason = "FSDP version 1", "it flattens parameters, so that no unit has its own gradient"
     if reason is not None:
-        raise ConfigError("trainer", kind, f"{reason}.", "Use FSDP2, DDP or a single device, or leave the callback out.")
+        raise ConfigError(
+            "trainer", kind, f"{reason}.", "Use FSDP2, DDP or a single device, or leave the callback out."
+        )
 
 
 def _encode(state: Mapping[str, Any]) -> dict[str, str]:

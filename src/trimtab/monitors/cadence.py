@@ -1,4 +1,4 @@
-"""Whether the guard is called once an optimizer step: the two mistakes that a training loop makes, noticed from outside."""
+"""Whether the guard is called once an optimizer step: the two mistakes of training loops, noticed from outside."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Cadence:
         # zero_grad would have replaced: the second call sees the first one's gradients once more.
         if before[0]() is sample and before[1] == sample._version and before[2]() is sample.grad:
             return (
-                "guard.step was called twice without an optimizer step between them, on gradients that were not cleared. "
-                "It belongs once before each optimizer.step(), after the last micro-batch; called for every micro-batch "
-                "it sees growing gradients and counts too many steps."
+                "guard.step was called twice without an optimizer step between them, on gradients that were not "
+                "cleared. It belongs once before each optimizer.step(), after the last micro-batch; called for every "
+                "micro-batch it sees growing gradients and counts too many steps."
             )
         return None
 
@@ -53,7 +53,7 @@ class Cadence:
         """Asked after an optimizer step; returns what is wrong, or None."""
         if self._calls == 0 and self._watch.num_steps == _MANY_STEPS:
             return (
-                f"The optimizer has stepped {_MANY_STEPS} times and guard.step was never called, so nothing is watched. "
-                "Call guard.step(max_norm=...) between backward and optimizer.step()."
+                f"The optimizer has stepped {_MANY_STEPS} times and guard.step was never called, so nothing is "
+                "watched. Call guard.step(max_norm=...) between backward and optimizer.step()."
             )
         return None

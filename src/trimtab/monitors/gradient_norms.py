@@ -1,12 +1,12 @@
 """The L2 norm of each unit's gradient, read once, and clipping from the same norms.
 
-Why per-parameter norms: ``torch.nn.utils.clip_grad_norm_`` takes the norm of the vector of per-parameter norms, in parameter
-order. Norms of unit norms would differ in the last bit, and a watched run must be the unwatched run bit for bit.
+Why per-parameter norms: ``torch.nn.utils.clip_grad_norm_`` takes the norm of the vector of per-parameter norms, in
+parameter order. Norms of unit norms would differ in the last bit, and a watched run must be the unwatched run bit for
+bit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,9 @@ from trimtab.monitors.sharded import clip_through_torch, is_sharded, sharded_nor
 from trimtab.precision.units import Unit
 
 __all__ = ["GradientNorms", "NormReading"]
+
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -54,12 +57,19 @@ class GradientNorms:
     def _collect(self) -> None:
         """Look the parameters up; again when a wrapper has replaced them since."""
         self.parameters = list(self.model.parameters())
+        # Where each parameter hangs: asking these costs far less than walking through the model.
+        self._places = [(m._parameters, n, p) for m in self.model.modules() for n, p in m._parameters.items()]
         position = {id(p): i for i, p in enumerate(self.parameters)}
         self._owner = np.full(len(self.parameters), -1, dtype=np.int64)
         for u, unit in enumerate(self.units):
             for p in unit.parameters():
                 if id(p) in position:
                     self._owner[position[id(p)]] = u
+
+    def refresh(self) -> None:
+        """Look the parameters up again if one was replaced: by FSDP2, or by loading with ``assign=True``."""
+        if any(place.get(name) is not p for place, name, p in self._places):
+            self._collect()
 
     @torch.no_grad()
     def read(self) -> NormReading:
@@ -68,9 +78,10 @@ class GradientNorms:
         Gradients narrower than float32 are accumulated in float32; sharded ones over all their shards, with one
         collective; sparse ones over their coalesced values.
         """
+        self.refresh()
         grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
         if len(grads) != self._num_grads:
-            # FSDP2, or loading with assign=True, puts new parameters in place of those that were collected.
+            # Modules may have been added, adapters for instance.
             self._collect()
             grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
             self._num_grads = len(grads)
@@ -134,15 +145,22 @@ class GradientNorms:
     def clip(self, reading: NormReading, max_norm: float) -> Tensor:
         """Clip all gradients to a total norm of ``max_norm`` exactly as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        Dense float32 gradients on one device reuse the norms already read; anything else goes through torch itself.
+        Dense float32 gradients on one device reuse the norms already read, and sparse ones have to; anything else goes
+        through torch itself.
 
         Returns: The total norm before clipping, a tensor on the device.
         """
-        if not reading.plain:
-            return clip_through_torch([p for p in self.parameters if p.grad is not None], max_norm)
+        with_grad = [self.parameters[i] for i in reading.indices]
         total = self.total(reading)
-        if not math.isinf(max_norm):
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total)
+        if reading.plain:
+            torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
+        elif any(p.grad.is_sparse for p in with_grad):
+            # torch has no norm of a sparse gradient, and refuses; its formula holds all the same.
+            coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for p in with_grad:
+                p.grad.mul_(coefficient.to(p.grad.device))
+        else:
+            return clip_through_torch(with_grad, max_norm)
         return total
 
     @torch.no_grad()
@@ -152,7 +170,7 @@ class GradientNorms:
 
 
 def _stacked_norms(tensors: list[Tensor], plain: bool) -> Tensor:
-    """The norms of ``tensors`` in their order; ``plain`` says that they are what torch's own function handles in one group."""
+    """The norms of ``tensors`` in their order; ``plain`` says that torch's own function takes them in one group."""
     first = tensors[0]
     if plain:
         # The same kernels, chosen by the same rule, as torch.nn.utils.get_total_norm: else a last bit may differ.
@@ -162,10 +180,6 @@ def _stacked_norms(tensors: list[Tensor], plain: bool) -> Tensor:
     if any(is_sharded(g) for g in tensors):
         return sharded_norms(tensors)
     dense = [g.coalesce().values() if g.is_sparse else g for g in tensors]
-    wide = [torch.linalg.vector_norm(g, 2.0, dtype=_wide(g.dtype)) for g in dense]
+    wide = [torch.linalg.vector_norm(g, 2.0, dtype=torch.float32 if g.dtype in _NARROW else None) for g in dense]
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in wide) else torch.float32
     return torch.stack([n.to(first.device, dtype) for n in wide])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float64, torch.complex128) else torch.float32

@@ -1,7 +1,7 @@
-"""Which optimizers step the model's parameters, when, and at which learning rate: seen from outside, without being told.
+"""Which optimizers step the model's parameters, when, and at which learning rate: seen from outside, untold.
 
-A guard is not given the optimizer. torch's global step hook shows each one as it steps; before the first step, when a loss
-scaler already has to be served, the live objects of the process are looked through once.
+A guard is not given the optimizer. torch's global step hook shows each one as it steps; before the first step, when a
+loss scaler already has to be served, the live objects of the process are looked through once.
 """
 
 from __future__ import annotations
@@ -38,11 +38,20 @@ class OptimizerWatch:
         self.learning_rate: float | None = None
         self.on_step: Callable[[], None] | None = None
         self._parameters = parameters
-        self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._looked = False
-        self._handle = register_optimizer_step_post_hook(self._after_step)
+        myself = weakref.ref(self)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            watch = myself()
+            if watch is not None:
+                watch._after_step(optimizer)
+
+        # torch keeps this hook for the whole process, so it must not keep the watch, and through it the model.
+        self._handle = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, self._handle.remove)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
         if self.is_ours(optimizer):
             self.num_steps += 1
             rate = optimizer.param_groups[0].get("lr")
@@ -53,19 +62,19 @@ class OptimizerWatch:
 
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps a parameter of the model."""
-        known = self._ours.get(optimizer)
-        if known is None:
+        if optimizer not in self._ours:
             ids = {id(p) for p in self._parameters()}
-            known = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-            self._ours[optimizer] = known
-        return known
+            # One that is not ours is asked again: it may be given a parameter of the model later.
+            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+                self._ours.add(optimizer)
+        return optimizer in self._ours
 
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer of the model, unwrapped: those that have stepped, and those alive when first asked.
 
         Raises: ConfigError: when none is found, or two hold the same parameter, so that it is unclear which one steps.
         """
-        if not self._looked:
+        if not self._looked or not self._found():
             self._looked = True
             # type() and not isinstance: a foreign object's __class__ may run code.
             for candidate in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
@@ -86,7 +95,7 @@ class OptimizerWatch:
         return found
 
     def _found(self) -> list[Optimizer]:
-        return [o for o, ours in self._ours.items() if ours]
+        return list(self._ours)
 
     def stop(self) -> None:
         """Stop watching."""
@@ -112,7 +121,7 @@ def _overlap(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Unscale the gradients of ``optimizers``, unless that was done already, and say whether ``scaler`` will skip a step.
+    """Unscale the gradients of ``optimizers``, unless that was done already; say whether ``scaler`` will skip a step.
 
     Reading the answer waits for the device, as ``scaler.step`` itself does a moment later.
 

@@ -5,7 +5,6 @@ All ranks call in the same order with the same parameters, as they do in the bac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def sharded_norms(tensors: list[Tensor]) -> Tensor:
     Returns: Shape (len(tensors),), equal on every rank.
     """
     squares: list[Tensor] = []
-    groups: dict[Any, tuple[Any, tuple[int, ...], list[int]]] = {}
+    groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for k, tensor in enumerate(tensors):
         if not is_sharded(tensor):
             squares.append(torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32).double().square())
@@ -46,9 +45,10 @@ def sharded_norms(tensors: list[Tensor]) -> Tensor:
         squares.append(norm.double().square())
         dims = tuple(d for d, p in enumerate(tensor.placements) if p.is_shard())
         if dims:
-            groups.setdefault((id(tensor.device_mesh), dims), (tensor.device_mesh, dims, []))[2].append(k)
+            # Each fully_shard makes a mesh object of its own; equal ones are one mesh.
+            groups.setdefault((tensor.device_mesh, dims), []).append(k)
     stacked = torch.stack([s.to(squares[0].device) for s in squares])
-    for mesh, dims, members in groups.values():
+    for (mesh, dims), members in groups.items():
         index = torch.tensor(members, device=stacked.device)
         part = stacked[index]
         for dim in dims:
@@ -68,17 +68,16 @@ def clip_through_torch(parameters: Sequence[nn.Parameter], max_norm: float) -> T
 
     Args:
         parameters: Parameters that have a gradient.
-        max_norm: Largest total norm; infinite does not clip.
+        max_norm: Largest total norm; as in torch, an infinite one leaves finite gradients alone.
 
     Returns: The total norm before clipping, the same on every rank.
     """
-    by_mesh: dict[int, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
-        by_mesh.setdefault(id(p.grad.device_mesh) if is_sharded(p.grad) else 0, []).append(p)
+        by_mesh.setdefault(p.grad.device_mesh if is_sharded(p.grad) else None, []).append(p)
     norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
     norms = [n.full_tensor() if is_sharded(n) else n for n in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
-    if not math.isinf(max_norm):
-        for group in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total

@@ -36,15 +36,21 @@ class Conversion(Protocol):
     """A model converted in place: its recoverable units, and the switch of each.
 
     Attributes:
-        units: The units it can switch, from the input to the loss.
-        costs: What each costs, in the same order.
         pull: Called once, before the next forward that needs the route, if it is not None; set by the guard, which
             answers by calling ``route``.
     """
 
-    units: Sequence[Unit]
-    costs: Sequence[PathCost]
     pull: Callable[[], None] | None
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The units it can switch, from the input to the loss."""
+        ...
+
+    @property
+    def costs(self) -> Sequence[PathCost]:
+        """What each costs, in the same order."""
+        ...
 
     def route(self, active: Sequence[bool]) -> None:
         """Put the units of ``active`` (one flag a unit) on the recovery path, the rest on the low-cost path."""
@@ -64,13 +70,12 @@ class Conversion(Protocol):
 
 @runtime_checkable
 class Recipe(Protocol):
-    """A pair of precision paths.
+    """A pair of precision paths."""
 
-    Attributes:
-        name: The recipe's name on the command line and in records.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """The recipe's name on the command line and in records."""
+        ...
 
     def convert(self, model: nn.Module, units: Sequence[Unit]) -> Conversion:
         """Convert those of ``units`` that the recipe can switch; all start on the low-cost path.

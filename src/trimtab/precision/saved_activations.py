@@ -114,7 +114,7 @@ def _why_not(unit: Unit) -> str | None:
             return f"its class {type(module).__name__} computes its forward in its own way"
         if "forward" in module.__dict__:
             return "something else has already replaced its forward"
-        if nn.parameter.is_lazy(module.weight):
+        if isinstance(module.weight, nn.parameter.UninitializedParameter):
             return "its weight has no shape before the first forward"
         if (
             hasattr(module.weight, "device_mesh")
@@ -314,11 +314,12 @@ def _in_backward() -> bool:
 
 
 def _input_size(module: nn.Module) -> int:
-    return module.weight.shape[1] if isinstance(module, nn.Linear) else module.weight.shape[0]
+    weight: Any = module.weight
+    return int(weight.shape[1] if isinstance(module, nn.Linear) else weight.shape[0])
 
 
 def _cost(recipe: SavedActivations, unit: Unit) -> PathCost:
-    weights = [m.weight for m in unit.modules]
+    weights: list[Any] = [m.weight for m in unit.modules]
     sizes = [_input_size(m) for m in unit.modules]
     element_bytes = weights[0].element_size()
     return PathCost(

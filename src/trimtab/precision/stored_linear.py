@@ -72,7 +72,7 @@ def _is_column_major(x: Tensor) -> bool:
     return x.stride(-1) == x.numel() // x.shape[-1] and x.select(-1, 0).is_contiguous()
 
 
-def _conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _conv1d(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
     """The transposed linear layer of GPT-2, as transformers computes it."""
     return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])
 

@@ -1,0 +1,154 @@
+"""What a guard writes down: rows and events for the record, and each warning once."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trimtab._version import __version__
+from trimtab.control import Decision
+from trimtab.control.protocol import PolicyLike
+from trimtab.errors import TrimtabWarning
+from trimtab.monitors.protocol import Monitor
+from trimtab.pending import Pending
+from trimtab.precision.recipe import Conversion, Recipe
+from trimtab.precision.units import Selection, Unit, describe_filter
+from trimtab.trace import RunWriter, StepRow, UnitRow
+
+__all__ = ["Journal", "describe_run"]
+
+# A disk that does not answer must not hold up the checkpoint; what is lost then is a gap in the record.
+_LONGEST_WAIT_S = 2.0
+
+
+class Journal:
+    """The guard's side of the run record; without one, only warnings go out.
+
+    Attributes:
+        writer: The record's writer, or None.
+        step: Optimizer steps observed so far; events fall on it unless they say otherwise.
+    """
+
+    def __init__(self) -> None:
+        self.writer: RunWriter | None = None
+        self.step = 0
+        self._said: set[str] = set()
+        self._row_without_lr: int | None = None
+
+    def open(self, record: str | Path | None, description: Mapping[str, Any]) -> None:
+        """Open the record, on rank 0 alone.
+
+        Raises: ConfigError: when it cannot be written.
+        """
+        if record is not None and _is_writing_rank():
+            self.writer = RunWriter(record, **description)
+
+    def write(self, pending: Pending, decision: Decision, unit_norms: np.ndarray) -> None:
+        """Write a step's row, once its decision is taken."""
+        if self.writer is None:
+            return
+        values = pending.values.read()
+        n = len(pending.indices)
+        extra = pending.extra | ({"monitors": pending.monitors} if pending.monitors else {})
+        self._row_without_lr = pending.step if pending.lr is None else None
+        self.writer.write_step(
+            StepRow(
+                step=pending.step,
+                loss=float(values[n + 1]) if pending.has_loss else None,
+                lr=pending.lr,
+                grad_norm=float(values[n]),
+                alpha=decision.alpha,
+                beta=decision.beta,
+                norms=unit_norms,
+                gnmr=decision.gnmr,
+                delta=decision.delta,
+                risk=decision.risk,
+                lock=decision.lock,
+                active=decision.active,
+                extra=extra or None,
+            )
+        )
+
+    def note_learning_rate(self, lr: float | None) -> None:
+        """An optimizer stepped: complete the row of a decision that was read before that."""
+        step, self._row_without_lr = self._row_without_lr, None
+        if step is not None and lr is not None and self.writer is not None:
+            self.writer.annotate_step(step, lr=lr)
+
+    def event(self, kind: str, data: Mapping[str, Any], place: str = "", step: int | None = None) -> None:
+        """Write an event."""
+        if self.writer is not None:
+            self.writer.write_event(kind, self.step if step is None else step, place, dict(data))
+
+    def say_once(self, key: str, message: str | None) -> None:
+        """Warn, the first time that ``message`` is not None for this ``key``; the record keeps it too."""
+        if message is not None and key not in self._said:
+            self._said.add(key)
+            self.event("warning", {"message": message})
+            warnings.warn(message, TrimtabWarning, stacklevel=3)
+
+    def go_on_from(self, step: int, controller_state: Mapping[str, Any]) -> None:
+        """Training goes on after ``step``, with the controller in this state."""
+        self.step, self._row_without_lr = step, None
+        if self.writer is not None:
+            self.writer.resume(step, controller_state)
+
+    def settle(self) -> None:
+        """A checkpoint is being made: have the rows up to it on the disk, so that a resume leaves no gap behind it."""
+        if self.writer is not None:
+            self.writer.flush(timeout_s=_LONGEST_WAIT_S)
+
+    def close(self, finished: bool) -> None:
+        """Close the record."""
+        if self.writer is not None:
+            self.writer.close(finished=finished)
+
+
+def describe_run(
+    model: nn.Module,
+    recipe: Recipe | None,
+    policy: PolicyLike,
+    selection: Selection,
+    monitors: Sequence[Monitor],
+    units: Sequence[Unit],
+    conversion: Conversion | None,
+) -> dict[str, Any]:
+    """The resolved config, the units with their costs and the versions: what a record opens with."""
+    costs = {}
+    if conversion is not None:
+        costs = {u.name: c for u, c in zip(conversion.units, conversion.costs, strict=True)}
+    rows = [
+        UnitRow(
+            name=unit.name,
+            recoverable=unit.name in costs,
+            num_parameters=unit.num_parameters,
+            costs=_as_dict(costs[unit.name]) if unit.name in costs else {},
+        )
+        for unit in units
+    ]
+    config = {
+        "model": type(model).__name__,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "recipe": recipe.to_dict() if recipe is not None else None,
+        "policy": policy.to_dict(),
+        "units": str(describe_filter(selection)),
+        "monitors": [m.name for m in monitors],
+    }
+    versions = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"config": config, "units": rows, "versions": versions}
+
+
+def _is_writing_rank() -> bool:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not ready or torch.distributed.get_rank() == 0
+
+
+def _as_dict(cost: Any) -> dict[str, float]:
+    return {name: float(getattr(cost, name)) for name in cost.__dataclass_fields__}
