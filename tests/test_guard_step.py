@@ -555,7 +555,7 @@ class TestRouting:
             assert [guard.conversion.bits_in_force(i) for i in range(4)] == [4] * 4
         with open_run(tmp_path) as run:
             assert run.events("forced")[0].data == {"units": ["layers.0.q_proj", "layers.1.o_proj"]}
-            assert run.steps().extra[1]["forced"] == ["layers.0.q_proj", "layers.1.o_proj"]
+            assert run.steps().extra[1]["routed_by_hand"] == ["layers.0.q_proj", "layers.1.o_proj"]
             assert not run.steps().extra[0]
 
     @pytest.mark.parametrize("names", [["layers.0.q_porj"], ["norm"]])

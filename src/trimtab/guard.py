@@ -152,7 +152,7 @@ class Guard:
             raise
         self._begin_step()
 
-    def step(self, max_norm: float | None = None, scaler: torch.amp.GradScaler | None = None) -> Decision:
+    def step(self, max_norm: float | None = None, scaler: torch.amp.GradScaler | None = None) -> PendingDecision:
         """Observe this step's gradients, decide the next step's route, and clip; once before each ``optimizer.step()``.
 
         Args:
@@ -184,7 +184,7 @@ class Guard:
         self._journal.say_once("twice", self._cadence.on_call(self._parameters()))
         reading = self._norms.read()
         monitored = self._read_monitors()
-        extra: dict[str, Any] = {"forced": self._forced} if self._forced is not None else {}
+        extra: dict[str, Any] = {"routed_by_hand": self._forced} if self._forced is not None else {}
         unit_norms = decision = None
         if self._damping:
             # Damping acts on this very step, so this is the one option that waits for the norms here.

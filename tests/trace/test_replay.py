@@ -131,22 +131,16 @@ def test_a_record_that_begins_in_the_middle_is_exact_only_with_its_state(tmp_pat
         assert "without the controller's state" in replay(run).notes[0]
 
 
-def test_sets_forced_by_hand_are_replayed_as_inputs(tmp_path):
+def test_a_set_routed_by_hand_changes_no_replayed_decision(tmp_path):
     policy = Policy(max_active=1)
     controller = policy.start(NAMES, MASK)
-    forces = {5: {"on": ["k", "v"]}, 9: {"on": "all"}, 12: {"on": "all", "off": ["q"]}, 14: {"off": "all"}}
     with RunWriter(tmp_path, config={"policy": policy.to_dict()}, units=UNITS) as writer:
         for step, norms in enumerate(_norms(20), start=1):
-            decision = controller.update(norms)
-            active, force = np.array(decision.active), forces.get(step)
-            for key, value in (("on", True), ("off", False)):
-                for index, name in enumerate(NAMES):
-                    if force and (force.get(key) == "all" or name in force.get(key, ())):
-                        active[index] = value
-            writer.write_step(_row(step, norms, decision, active=active, extra={"forced": force} if force else None))
+            extra = {"routed_by_hand": ["q", "k", "v"]} if step in (5, 9) else None
+            writer.write_step(_row(step, norms, controller.update(norms), extra=extra))
     with open_run(tmp_path) as run:
         _assert_exact(run)
-        assert replay(run, Policy(max_active=0)).steps.active[8].all()
+        assert replay(run).notes == ()
 
 
 def test_another_policy_gives_its_own_decisions(tmp_path):

@@ -38,7 +38,7 @@ def test_every_value_comes_back_as_it_was_written(open_writer, tmp_path):
         alpha=1.5,
         beta=1.3,
         elapsed_s=12.5,
-        extra={"forced": {"on": ["q"]}},
+        extra={"raised": {"on": ["q"]}},
     )
     writer = open_writer(start_step=6, versions={"trimtab": "0.1"})
     writer.write_step(row)
@@ -56,7 +56,7 @@ def test_every_value_comes_back_as_it_was_written(open_writer, tmp_path):
         assert table.known.all()
         for name in ("loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s"):
             assert getattr(table, name).tolist() == [getattr(row, name)], name
-        assert table.extra == ({"forced": {"on": ["q"]}},)
+        assert table.extra == ({"raised": {"on": ["q"]}},)
         (event,) = run.events()
         assert (event.kind, event.step, event.place, event.data) == ("fault", 7, "q", {"kind": "nan", "seed": 3})
         assert run.events("alarm") == []
@@ -108,14 +108,14 @@ def test_a_nan_loss_is_told_apart_from_no_loss(open_writer, row, tmp_path):
 
 
 def test_rows_are_copied_so_that_the_caller_may_reuse_its_arrays(open_writer, tmp_path):
-    norms, extra = np.ones(3), {"forced": {"on": ["q"]}}
+    norms, extra = np.ones(3), {"raised": {"on": ["q"]}}
     with open_writer() as writer:
         writer.write_step(StepRow(step=1, norms=norms, extra=extra))
         norms[:] = 9
-        extra["forced"]["on"].append("k")
+        extra["raised"]["on"].append("k")
     with open_run(tmp_path / "run") as run:
         assert run.steps().norms.tolist() == [[1, 1, 1]]
-        assert run.steps().extra == ({"forced": {"on": ["q"]}},)
+        assert run.steps().extra == ({"raised": {"on": ["q"]}},)
 
 
 def test_a_wrong_number_of_norms_names_both_numbers(open_writer):

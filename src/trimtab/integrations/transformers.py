@@ -96,8 +96,9 @@ class TrimtabCallback(TrainerCallback):
         policy = self.policy
         if policy is None:
             policy = robust(warmup_steps=args.get_warmup_steps(state.max_steps), total_steps=state.max_steps)
+        model: Any = trainer.model
         self.guard = attach(
-            trainer.model, self.recipe, policy=policy, monitors=self.monitors, units=self.units, record=self.record
+            model, self.recipe, policy=policy, monitors=self.monitors, units=self.units, record=self.record
         )
         self._wrap(trainer)
         if state.global_step > 0:
@@ -172,7 +173,8 @@ class TrimtabCallback(TrainerCallback):
         total = self._observe_and_clip(None)
         if self._trainer.accelerator.scaler is not None:
             # The original would unscale once more, and fail. This is what it does then.
-            torch.nn.utils.clip_grads_with_norm_(self._trainer.model.parameters(), float("inf"), total)
+            module: Any = self._trainer.model
+            torch.nn.utils.clip_grads_with_norm_(module.parameters(), float("inf"), total)
             return total
         return original(model, grad_norm=None)
 
@@ -183,19 +185,21 @@ class TrimtabCallback(TrainerCallback):
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         assert self.guard is not None
         assert self._trainer is not None
-        self._trainer.state.stateful_callbacks[_STATE_KEY] = _encode(self.guard.state_dict())
+        # Annotated as a list in transformers, and a dict by the time training runs.
+        callbacks: Any = self._trainer.state.stateful_callbacks
+        callbacks[_STATE_KEY] = _encode(self.guard.state_dict())
         original(*args, **kwargs)
 
     def _restore(self, state: TrainerState, checkpoint: str) -> None:
         assert self.guard is not None
-        saved = (state.stateful_callbacks or {}).get(_STATE_KEY)
+        callbacks: Any = state.stateful_callbacks or {}
+        saved = callbacks.get(_STATE_KEY)
+        reason: Exception | None = None
         try:
             if saved is not None:
                 self.guard.load_state_dict(_decode(saved))
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             reason = error
-        else:
-            reason = None
         if saved is None or reason is not None:
             what = "holds no state of trimtab" if saved is None else f"holds no usable state of trimtab ({reason})"
             warnings.warn(

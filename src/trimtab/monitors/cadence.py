@@ -34,7 +34,7 @@ class Cadence:
         sample = next((p for p in parameters if p.grad is not None), None)
         before, self._before = self._before, None
         steps, self._optimizer_steps_at_call = self._optimizer_steps_at_call, self._watch.num_steps
-        if sample is None:
+        if sample is None or sample.grad is None:
             return None
         self._before = (weakref.ref(sample), sample._version, weakref.ref(sample.grad))
         if before is None or self._watch.num_steps != steps:

@@ -137,6 +137,7 @@ class GradientNorms:
                 if p not in place:
                     continue
                 grad = self.parameters[p].grad
+                assert grad is not None
                 # 0 times NaN is NaN, so a failed gradient is replaced and not scaled.
                 grad.zero_() if scale[u] == 0.0 else grad.mul_(float(scale[u]))
                 reading.norms[place[p]] = _stacked_norms([grad], reading.plain)[0]
@@ -154,11 +155,11 @@ class GradientNorms:
         total = self.total(reading)
         if reading.plain:
             torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
-        elif any(p.grad.is_sparse for p in with_grad):
+        elif any(p.grad is not None and p.grad.is_sparse for p in with_grad):
             # torch has no norm of a sparse gradient, and refuses; its formula holds all the same.
             coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            for p in with_grad:
-                p.grad.mul_(coefficient.to(p.grad.device))
+            for grad in (p.grad for p in with_grad if p.grad is not None):
+                grad.mul_(coefficient.to(grad.device))
         else:
             return clip_through_torch(with_grad, max_norm)
         return total

@@ -104,8 +104,8 @@ class OptimizerWatch:
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
     # accelerate's optimizer is an Optimizer that holds the real one, and the scaler is given the real one.
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
     return optimizer
 
 

@@ -32,7 +32,8 @@ def sharded_norms(tensors: list[Tensor]) -> Tensor:
     """
     squares: list[Tensor] = []
     groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
-    for k, tensor in enumerate(tensors):
+    for k, given in enumerate(tensors):
+        tensor: Any = given  # a DTensor, of which torch is imported without
         if not is_sharded(tensor):
             squares.append(torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32).double().square())
             continue
@@ -74,8 +75,11 @@ def clip_through_torch(parameters: Sequence[nn.Parameter], max_norm: float) -> T
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
-        by_mesh.setdefault(p.grad.device_mesh if is_sharded(p.grad) else None, []).append(p)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh.values()]
+        grad: Any = p.grad
+        by_mesh.setdefault(grad.device_mesh if is_sharded(grad) else None, []).append(p)
+    norms: list[Any] = [
+        torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()
+    ]
     norms = [n.full_tensor() if is_sharded(n) else n for n in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
     for group in by_mesh.values():

@@ -39,8 +39,8 @@ class Replay:
 def replay(run: Run, policy: PolicyLike | None = None) -> Replay:
     """Take a run's decisions again from its recorded norms, with its own policy or another.
 
-    Sets forced by hand were an input of the run, so they hold here too: ``extra["forced"]`` of a row, a mapping with
-    the names of units under ``on`` and ``off`` (or the word "all").
+    A set routed by hand changes what ran, and so the norms, but no decision: it is in the row of the step that ran
+    under it, as ``extra["routed_by_hand"]``, and replay passes it over.
 
     Args:
         run: The record.
@@ -104,6 +104,9 @@ class _Player:
         for name in ("alpha", "beta"):
             if not np.isnan(row.scalars[name]):
                 self._in_force[name] = row.scalars[name]
+        for key, words in (("raised", "risks raised by alarms"), ("errors", "channel errors")):
+            if row.extra and row.extra.get(key):
+                self._note(f"Some steps hold {words}, which this replay leaves out; decisions may differ.")
         decision = self._controller.update(row.norms)
         scalars = row.scalars | {"alpha": float(decision.alpha), "beta": float(decision.beta)}
         made = dataclasses.replace(
@@ -112,7 +115,7 @@ class _Player:
             gnmr=np.asarray(decision.gnmr),
             delta=np.asarray(decision.delta),
             risk=np.asarray(decision.risk),
-            active=self._forced(np.array(decision.active), row.extra),
+            active=np.array(decision.active),
             lock=np.asarray(decision.lock),
         )
         self._table.add(made, self._units)
@@ -169,19 +172,6 @@ class _Player:
     def _threshold(self, name: str, own: Any) -> Any:
         in_force = self._in_force
         return lambda step: in_force[name] if name in in_force else own(step) if callable(own) else own
-
-    def _forced(self, active: NDArray[np.bool_], extra: Mapping[str, Any] | None) -> NDArray[np.bool_]:
-        if not extra:
-            return active
-        forced = extra.get("forced")
-        if isinstance(forced, Mapping):
-            for key, value in (("on", True), ("off", False)):
-                names = forced.get(key, ())
-                active[[names == "all" or name in names for name in self._units]] = value
-        for key, words in (("raised", "risks raised by alarms"), ("errors", "channel errors")):
-            if extra.get(key):
-                self._note(f"Some steps hold {words}, which this replay leaves out; decisions may differ.")
-        return active
 
     def _note(self, note: str) -> None:
         if note not in self._notes:

@@ -66,7 +66,7 @@ class StepRow:
     elapsed_s: float | None = None
     """Seconds since the segment started. None: the writer's own clock."""
     extra: Mapping[str, Any] | None = None
-    """Further inputs of the decision: channel errors, risks raised by alarms, sets forced by hand."""
+    """What else belongs to the step: units damped, units routed by hand while it ran, monitors' values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,7 +134,7 @@ def summarize(run: Run) -> RunSummary:
         finished=segments[-1].finished,
         num_segments=len(segments),
         num_steps=tally.num_steps,
-        num_skipped=tally.num_skipped,
+        num_skipped=tally.num_skipped + events.count("skip"),
         num_missing=tally.num_missing,
         first_step=tally.first_step,
         last_step=tally.last_step,
