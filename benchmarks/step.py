@@ -122,9 +122,8 @@ def main() -> None:
         )
     # The whole step is noisy on a shared machine; what watching adds all happens where the untouched arm clips.
     added = statistics.median(clips["watched"]) - statistics.median(clips["untouched"])
-    print(
-        f"  watching adds {added * 1e3:.2f} ms where it clips: {added / statistics.median(times['untouched']):.2%} of a step"
-    )
+    share = added / statistics.median(times["untouched"])
+    print(f"  watching adds {added * 1e3:.2f} ms where it clips: {share:.2%} of a step")
 
 
 if __name__ == "__main__":
