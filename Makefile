@@ -24,6 +24,7 @@ check: lint types test
 
 bench: $(VENV)/.ready
 	$(PY) benchmarks/decision.py
+	$(PY) benchmarks/formats.py
 	$(PY) benchmarks/step.py
 	$(PY) benchmarks/memory.py
 

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.errors import ConfigError
 from trimtab.formats import pack, packed_size, unpack
 
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy, "array_api_strict": array_api_strict.asarray}
-widths = pytest.mark.parametrize("bits", [2, 4, 8])
+widths = pytest.mark.parametrize("bits", [2, 4, 6, 8])
 
 
 def codes_of(bits):
@@ -20,7 +21,9 @@ def codes_of(bits):
 
 
 @pytest.mark.parametrize("library", list(LIBRARIES))
-@pytest.mark.parametrize(("bits", "size"), [(2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (4, 1), (4, 2), (4, 3), (8, 1)])
+@pytest.mark.parametrize(
+    ("bits", "size"), [(2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (4, 1), (4, 2), (4, 3), (6, 1), (6, 2), (8, 1)]
+)
 def test_every_row_of_codes_comes_back(library, bits, size):
     rows = np.array(list(itertools.product(codes_of(bits), repeat=size)), dtype=np.int8)
     packed = pack(LIBRARIES[library](rows), bits)
@@ -39,7 +42,7 @@ def test_ragged_rows_in_any_number_of_dimensions_come_back(bits, size):
         np.testing.assert_array_equal(by_torch.numpy(), codes)
 
 
-@given(data=st.data(), bits=st.sampled_from([2, 4, 8]), size=st.integers(0, 40))
+@given(data=st.data(), bits=st.sampled_from([2, 4, 6, 8]), size=st.integers(0, 40))
 def test_any_codes_come_back_and_the_libraries_agree_on_the_bytes(data, bits, size):
     code = st.integers(min(codes_of(bits)), max(codes_of(bits)))
     codes = np.array(data.draw(st.lists(code, min_size=size, max_size=size)), dtype=np.int8)[None]
@@ -63,7 +66,7 @@ def test_codes_that_are_not_contiguous_pack_like_their_copy(bits):
     assert torch.equal(pack(codes, bits), pack(codes.contiguous(), bits))
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 4, 6])
 def test_packing_leaves_the_codes_as_they_were(bits):
     codes = torch.tensor([[-1, 0, 1, -1, 1]], dtype=torch.int8)
     before = codes.clone()
@@ -72,3 +75,27 @@ def test_packing_leaves_the_codes_as_they_were(bits):
     unpack(packed, bits, 5)
     assert torch.equal(codes, before)
     assert torch.equal(packed, kept)
+
+
+@pytest.mark.parametrize("library", list(LIBRARIES))
+@widths
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 127, 128, 129])
+def test_unsigned_codes_come_back_unsigned_and_their_bytes_are_those_of_the_signed(library, bits, size):
+    codes = np.random.default_rng(size).integers(0, 2**bits, (3, size)).astype(np.uint8)
+    packed = pack(LIBRARIES[library](codes), bits)
+    assert np.asarray(packed).dtype == np.uint8
+    np.testing.assert_array_equal(np.asarray(unpack(packed, bits, size)), codes)
+    signed = pack((codes << (8 - bits)).view(np.int8) >> (8 - bits), bits)
+    np.testing.assert_array_equal(np.asarray(packed), signed.view(np.uint8))
+
+
+def test_six_bits_place_the_last_quarter_above_the_rest():
+    codes = np.array([0b000001, 0b000010, 0b000011, 0b11_01_10], dtype=np.uint8)
+    assert pack(codes, 6).tolist() == [0b10_000001, 0b01_000010, 0b11_000011]
+
+
+@pytest.mark.parametrize("bits", [0, 1, 3, 16])
+def test_a_width_without_a_layout_is_refused(bits):
+    for act in (lambda: pack(np.zeros(4, dtype=np.int8), bits), lambda: unpack(np.zeros(4, dtype=np.int8), bits, 4)):
+        with pytest.raises(ConfigError, match="packed in 2, 4, 6 or 8 bits"):
+            act()
