@@ -223,3 +223,21 @@ def test_training_under_torchrun_gives_one_record_and_one_summary(tmp_path, text
     assert num_segments == 1
     assert steps.step.tolist() == [1, 2, 3, 4, 5, 6]
     assert json.loads((out / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.slow
+def test_a_run_killed_between_its_last_checkpoint_and_its_summary_trains_no_further(tmp_path, text, model):
+    import torch
+    from safetensors.torch import load_file
+
+    out = tmp_path / "run"
+    words = [*train_words(text, model, out)[:-6], "--steps", "6", "--save-every", "6"]
+    assert main(words) == 0
+    before = load_file(out / "final" / "model.safetensors")
+    expected = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").unlink()
+    assert main(words) == 0
+    after = load_file(out / "final" / "model.safetensors")
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert json.loads((out / "summary.json").read_text()) == expected
+    assert live_line(out)[2].step.tolist() == [1, 2, 3, 4, 5, 6]

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from trimtab import control, faults, formats, integrations, monitors, precision, testing, trace
     from trimtab.control import Controller, Decision, Policy
     from trimtab.errors import ConfigError, MissingExtraError, RecordError, TrimtabError, TrimtabWarning
-    from trimtab.guard import Guard, attach
+    from trimtab.guard import Guard, attach, detach
 
 _HOME = {
     "attach": "trimtab.guard",
+    "detach": "trimtab.guard",
     "Guard": "trimtab.guard",
     "Controller": "trimtab.control",
     "Decision": "trimtab.control",
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "attach",
     "control",
+    "detach",
     "faults",
     "formats",
     "integrations",

@@ -6,6 +6,7 @@ unscale, norms, monitors, damping, total norm of what is left, clipping. The dec
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from trimtab.control import Decision, LoadReport, robust
 from trimtab.control.protocol import PolicyLike
-from trimtab.errors import ConfigError, nearest_names
+from trimtab.errors import ConfigError, nearest_names, verbatim
 from trimtab.faults.protocol import Fault
 from trimtab.journal import Journal, describe_run
 from trimtab.monitors.cadence import Cadence
 from trimtab.monitors.gradient_norms import GradientNorms
+from trimtab.monitors.group import MonitorGroup
 from trimtab.monitors.host_copy import HostCopy
 from trimtab.monitors.losses import LossHook, mean_loss
 from trimtab.monitors.optimizers import OptimizerWatch, unscale
@@ -31,10 +33,10 @@ from trimtab.pending import Pending, PendingDecision, decision_before_the_first,
 from trimtab.precision.recipe import Conversion, Recipe
 from trimtab.precision.units import Selection, find_units
 
-__all__ = ["Guard", "PendingDecision", "attach"]
+__all__ = ["Guard", "PendingDecision", "attach", "detach"]
 
 # Weak: a guard lives as long as its model, which keeps it, and a model that nobody uses any more is freed.
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guard]] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -72,9 +74,12 @@ def attach(
         >>> bool(decision.active.any())
         False
     """
-    if any(m in _attached for m in model.modules()) or any(m is model for a in _attached for m in a.modules()):
+    if guards_of(model):
         raise ConfigError(
-            "model", type(model).__name__, "trimtab is attached to it already.", "Call detach() on the first guard."
+            "model",
+            verbatim(type(model).__name__),
+            "trimtab is attached to it already.",
+            "Call detach() on the first guard, or trimtab.detach(model).",
         )
     if policy is None:
         policy = robust()
@@ -90,8 +95,33 @@ def attach(
                 "monitors", monitor, "a monitor has start(model) and observe(step).", "Pass a list of monitors."
             )
     guard = Guard(model, recipe, policy=policy, monitors=monitors, units=units, record=record)
-    _attached.add(model)
+    _attached[model] = weakref.ref(guard)
     return guard
+
+
+def detach(model: nn.Module) -> bool:
+    """Detach whatever guard watches ``model``, a part of it, or what wraps it; for when no name reaches the guard.
+
+    Returns: Whether there was one.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> _ = attach(model)
+        >>> detach(model), detach(model)
+        (True, False)
+    """
+    found = guards_of(model)
+    for guard in found:
+        guard.close(finished=False)
+    return bool(found)
+
+
+def guards_of(model: nn.Module) -> list[Guard]:
+    """Every guard that watches ``model``, a part of it, or what wraps it."""
+    related = [m for m in model.modules() if m in _attached]
+    related += [a for a in list(_attached) if a not in related and any(m is model for m in a.modules())]
+    guards = [_attached[m]() for m in related]
+    return [g for g in guards if g is not None]
 
 
 class Guard:
@@ -121,7 +151,7 @@ class Guard:
         self._norms = GradientNorms(model, self._units)
         self._journal = Journal()
         self.conversion: Conversion | None = None
-        self._monitors = list(monitors)
+        self._monitors = MonitorGroup(monitors, self._journal.say_once)
         self._faults: list[Fault] = []
         self._pending: Pending | None = None
         self._decision: Decision | None = None
@@ -130,6 +160,7 @@ class Guard:
         self._observed_lr: float | None = None
         self._monitor_values: dict[str, float] = {}
         self._detached = False
+        self._at_exit = _ResolveAtExit(self)
         self._damping = bool(getattr(policy, "damping", False))
         if recipe is not None:
             self.conversion = recipe.convert(model, self._units)
@@ -142,15 +173,16 @@ class Guard:
             switchable = {u.name for u in self.conversion.units} if self.conversion is not None else set()
             self._switch_index = [i for i, name in enumerate(self.units) if name in switchable]
             self._controller = policy.start(self.units, [name in switchable for name in self.units])
-            for monitor in self._monitors:
-                monitor.start(model)
+            self._monitors.start(model)
             self._journal.open(
-                record, describe_run(model, recipe, policy, units, self._monitors, self._units, self.conversion)
+                record, describe_run(model, recipe, policy, units, self._monitors.names, self._units, self.conversion)
             )
         except BaseException:
             self._take_everything_away()
             raise
         self._begin_step()
+        # A script may end without detaching; its last decision is still to be taken and recorded then.
+        atexit.register(self._at_exit)
 
     def step(self, max_norm: float | None = None, scaler: torch.amp.GradScaler | None = None) -> PendingDecision:
         """Observe this step's gradients, decide the next step's route, and clip; once before each ``optimizer.step()``.
@@ -181,9 +213,10 @@ class Guard:
             skipped.fill(self._decision or decision_before_the_first(self.num_steps, self._active_flags()))
             return skipped
         self._journal.step += 1
-        self._journal.say_once("twice", self._cadence.on_call(self._parameters()))
+        problem = self._cadence.on_call(self._parameters())
+        self._journal.say_once(problem or "", problem)
         reading = self._norms.read()
-        monitored = self._read_monitors()
+        monitored = self._monitors.observe(self.num_steps)
         extra: dict[str, Any] = {"routed_by_hand": self._forced} if self._forced is not None else {}
         unit_norms = decision = None
         if self._damping:
@@ -288,7 +321,7 @@ class Guard:
             "controller": self._controller.state_dict(),
             "forced": self._forced,
             "conversion": self.conversion.state_dict() if self.conversion is not None else {},
-            "monitors": {m.name: m.state_dict() for m in self._monitors},
+            "monitors": self._monitors.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> LoadReport:
@@ -309,9 +342,7 @@ class Guard:
         self._pending, self._decision, self._forced = None, None, None
         self._losses.clear()
         self._observed_lr = None
-        for monitor in self._monitors:
-            if monitor.name in state["monitors"]:
-                monitor.load_state_dict(state["monitors"][monitor.name])
+        self._monitors.load_state_dict(state["monitors"])
         self._journal.go_on_from(int(state["step"]), state["controller"])
         if self.conversion is not None:
             self.conversion.pull = None
@@ -373,12 +404,12 @@ class Guard:
         """Leave nothing of ours on the model or in torch."""
         self._watch.stop()
         self._loss_hook.remove()
-        for monitor in self._monitors:
-            with suppress(Exception):  # one that cannot stop must not keep the rest from being undone
-                monitor.stop()
+        self._monitors.stop()
         if self.conversion is not None:
+            self.conversion.pull = None
             self.conversion.undo()
-        _attached.discard(self.model)
+        _attached.pop(self.model, None)
+        atexit.unregister(self._at_exit)
 
     def _parameters(self) -> list[nn.Parameter]:
         # Positions in the pending norms are those of the parameters as they were read.
@@ -387,7 +418,7 @@ class Guard:
         return self._norms.parameters
 
     def _on_optimizer_step(self) -> None:
-        self._journal.say_once("never", self._cadence.on_optimizer_step())
+        self._journal.say_once("never", self._cadence.on_optimizer_step(self._norms.parameters))
         rate = self._watch.learning_rate
         if self._pending is None:
             self._journal.note_learning_rate(rate)
@@ -422,22 +453,18 @@ class Guard:
             flags = np.asarray(active)
             self.conversion.route([bool(flags[i]) for i in self._switch_index])
 
-    def _read_monitors(self) -> dict[str, float]:
-        read: dict[str, float] = {}
-        for monitor in list(self._monitors):
-            try:
-                values = {f"trimtab/{monitor.name}/{k}": float(v) for k, v in monitor.observe(self.num_steps).items()}
-            except Exception as error:  # a watcher that fails must not end the run that it watches
-                self._monitors.remove(monitor)
-                with suppress(Exception):
-                    monitor.stop()
-                self._journal.say_once(
-                    f"monitor {monitor.name}",
-                    f"The monitor {monitor.name!r} failed and is off from here on: {error!r}.",
-                )
-                continue
-            read |= values
-        return read
+
+class _ResolveAtExit:
+    """Takes a guard's last decision when the process ends, if the guard is still there then."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = weakref.ref(guard)
+
+    def __call__(self) -> None:
+        guard = self.guard()
+        if guard is not None:
+            with suppress(Exception):  # the device may be gone already
+                guard.resolve()
 
 
 _STATE_KEYS = {"step", "controller", "forced", "conversion", "monitors"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ from trimtab._version import __version__
 from trimtab.control import Decision
 from trimtab.control.protocol import PolicyLike
 from trimtab.errors import TrimtabWarning
-from trimtab.monitors.protocol import Monitor
 from trimtab.pending import Pending
 from trimtab.precision.recipe import Conversion, Recipe
 from trimtab.precision.units import Selection, Unit, describe_filter
@@ -116,7 +116,7 @@ def describe_run(
     recipe: Recipe | None,
     policy: PolicyLike,
     selection: Selection,
-    monitors: Sequence[Monitor],
+    monitors: Sequence[str],
     units: Sequence[Unit],
     conversion: Conversion | None,
 ) -> dict[str, Any]:
@@ -139,15 +139,17 @@ def describe_run(
         "recipe": recipe.to_dict() if recipe is not None else None,
         "policy": policy.to_dict(),
         "units": str(describe_filter(selection)),
-        "monitors": [m.name for m in monitors],
+        "monitors": list(monitors),
     }
     versions = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"config": config, "units": rows, "versions": versions}
 
 
 def _is_writing_rank() -> bool:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not ready or torch.distributed.get_rank() == 0
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    # Attached before the process group was made: the launcher has said already which rank this is.
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _as_dict(cost: Any) -> dict[str, float]:

@@ -32,12 +32,19 @@ class PendingDecision(Decision):
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is not there yet: the guard fills the fields in when it takes the decision.
-        resolve = self.__dict__.pop("_resolve", None) if not name.startswith("__") else None
+        if not hasattr(Decision, name) and name not in Decision.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        resolve = self.__dict__.pop("_resolve", None)
         if resolve is not None:
             resolve()
             if name in self.__dict__:
                 return self.__dict__[name]
         raise AttributeError(f"{name!r}: this decision was never taken; its guard has loaded another state since")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is taken, and knows no guard.
+        fields = {name: getattr(self, name) for name in Decision.__dataclass_fields__}
+        return _taken, (fields, self.grad_norm, self.skipped)
 
     def fill(self, decision: Decision) -> None:
         """Take over the fields of the decision that was taken."""
@@ -46,6 +53,16 @@ class PendingDecision(Decision):
 
     def __repr__(self) -> str:
         return "PendingDecision(not read yet)" if "_resolve" in self.__dict__ else super().__repr__()
+
+
+def _taken(fields: dict[str, Any], grad_norm: Tensor, skipped: bool) -> PendingDecision:
+    decision = PendingDecision(_nothing, grad_norm, skipped)
+    decision.fill(Decision(**fields))
+    return decision
+
+
+def _nothing() -> None:
+    """What a decision that is taken has left to do."""
 
 
 @dataclass(slots=True)

@@ -568,9 +568,23 @@ class TestSettings:
         with pytest.raises(ConfigError, match="no Trainer that has it"):
             make_trainer(tmp_path, Calls()).train()
 
+    def test_a_new_trainer_takes_the_model_over_from_one_that_was_interrupted(self, tmp_path):
+        class Interrupt(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                raise KeyboardInterrupt
+
+        model, first = build(), TrimtabCallback(policy=WATCH)
+        with pytest.raises(KeyboardInterrupt):
+            make_trainer(tmp_path / "a", first, Interrupt(), model=model).train()
+        second = TrimtabCallback(policy=WATCH)
+        make_trainer(tmp_path / "b", second, model=model).train()
+        assert second.guard is not None
+        assert second.guard.num_steps == 8
+        assert first.guard.num_steps == 1
+
     def test_two_callbacks_cannot_watch_one_model(self, tmp_path):
         trainer = make_trainer(tmp_path, TrimtabCallback(policy=WATCH), TrimtabCallback(policy=WATCH))
-        with pytest.raises(ConfigError, match="attached to it already"):
+        with pytest.raises(ConfigError, match="one guard watches a model"):
             trainer.train()
 
 

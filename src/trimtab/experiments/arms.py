@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -70,8 +71,7 @@ class TrainingPlan:
         burn_in = min(20, max(1, round(0.08 * self.num_steps)))
         act_from = min(40, max(1, round(0.16 * self.num_steps)))
         preset = robust(damping=damping) if max_active is None else robust(damping=damping, max_active=max_active)
-        settings = {name: getattr(preset, name) for name in Policy.__dataclass_fields__}
-        return Policy(**(settings | {"burn_in_steps": burn_in, "act_from_step": act_from}))
+        return dataclasses.replace(preset, burn_in_steps=burn_in, act_from_step=act_from)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -99,7 +98,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-    write_whole(summary_path, json.dumps(summary, indent=1) + "\n")
+    write_whole(summary_path, summary)
     for table in _tables(summary, console.width):
         console.print(table)
     for note in (LEGEND, *NOTES):

@@ -119,6 +119,11 @@ class TrainSettings:
         if not self.data:
             raise ConfigError("data", [], "there is nothing to train on.", "Name at least one text file.")
 
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warm-up."""
+        return self.warmup_steps if self.warmup_steps is not None else round(self.steps / 20)
+
     def identity(self) -> dict[str, Any]:
         """Everything that must be equal for one start to go on where another ended; JSON-able."""
         values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
@@ -144,11 +149,19 @@ def prepare_folder(out: Path) -> None:
         ) from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+def write_whole(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON, so that the file is there whole or not at all; a number that is none becomes null."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    part.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _at_least(setting: str, value: int, least: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trimtab.control import Policy, preset
+from trimtab.control import Policy, preset, robust
 from trimtab.errors import ConfigError, MissingExtraError
 from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
 from trimtab.experiments.text import load_corpus, read_files
@@ -63,6 +64,10 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     documents = read_files(settings.data)
     set_seed(settings.seed)
     model, tokenizer = load_model(settings)
+    checkpoint = last_whole_checkpoint(settings.out) if resumes else None
+    trained = checkpoint is not None and int(checkpoint.name.removeprefix("checkpoint-")) >= settings.steps
+    if trained:
+        model = type(model).from_pretrained(str(checkpoint))
     num_ids = model.get_input_embeddings().num_embeddings
     corpus = load_corpus(documents, tokenizer=tokenizer, vocab_size=num_ids, sequence=settings.sequence)
     if num_ids < corpus.vocab_size:
@@ -72,7 +77,6 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
             f"it has {num_ids} token ids, and the tokenizer makes {corpus.vocab_size}.",
             "Raise vocab_size in the config, or name the model's own tokenizer.",
         )
-    warmup = settings.warmup_steps if settings.warmup_steps is not None else round(settings.steps / 20)
     has_gpu = torch.accelerator.is_available()
     arguments = TrainingArguments(
         output_dir=str(settings.out),
@@ -82,7 +86,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=warmup,
+        warmup_steps=settings.warmup,
         weight_decay=settings.weight_decay,
         adam_beta2=0.95,
         max_grad_norm=settings.max_grad_norm,
@@ -110,18 +114,19 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         processing_class=corpus.tokenizer,
         callbacks=[TrimtabCallback(recipe, policy=policy, record=settings.out)],
     )
-    checkpoint = last_whole_checkpoint(settings.out) if resumes else None
     if is_first and not resumes:
         # Only now: what was refused until here must not leave a folder that looks like a run.
-        write_whole(settings.out / _IDENTITY, json.dumps(settings.identity(), indent=1) + "\n")
+        write_whole(settings.out / _IDENTITY, settings.identity())
     if is_first and resumes:
         print(f"Going on from {checkpoint}." if checkpoint else "No whole checkpoint yet: starting over.")
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    # Killed between its last checkpoint and its summary, a run is trained already; the Trainer would add a step.
+    if not trained:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     val_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(settings.out / "final"))
     summary = {
         "settings": settings.identity(),
-        "steps": trainer.state.global_step,
+        "steps": settings.steps,
         "val_loss": val_loss,
         "val_perplexity": math.exp(min(val_loss, 700.0)),
         "val_nats_per_byte": val_loss / corpus.bytes_per_token,
@@ -129,7 +134,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         "record": str(settings.out / "run.sqlite"),
     }
     if trainer.is_world_process_zero():
-        write_whole(settings.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_whole(settings.out / "summary.json", summary)
         print(
             f"Validation loss {val_loss:.4f} nats a token, {summary['val_nats_per_byte']:.4f} nats a byte.\n"
             f"Model: {summary['final_model']}   Record: trimtab runs {settings.out}"
@@ -142,17 +147,13 @@ def policy_of(settings: TrainSettings) -> Policy:
 
     Raises: ConfigError: when the budget is negative or a share above 1.
     """
-    warmup = settings.warmup_steps if settings.warmup_steps is not None else round(settings.steps / 20)
     if settings.preset == "robust":
-        from trimtab.control import robust
-
-        policy = robust(warmup_steps=warmup, total_steps=settings.steps)
+        policy = robust(warmup_steps=settings.warmup, total_steps=settings.steps)
     else:
         policy = preset(settings.preset, total_steps=settings.steps)
-    values = {name: getattr(policy, name) for name in Policy.__dataclass_fields__}
     if settings.max_active is not None:
-        values["max_active"] = settings.max_active
-    return Policy(**(values | {"damping": settings.damping}))
+        policy = dataclasses.replace(policy, max_active=settings.max_active)
+    return dataclasses.replace(policy, damping=settings.damping)
 
 
 def load_model(settings: TrainSettings) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ import base64
 import json
 import sys
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from trimtab.control import PolicyLike, robust
-from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
-from trimtab.guard import Guard, attach
+from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning, verbatim
+from trimtab.guard import Guard, attach, guards_of
 from trimtab.monitors import Monitor
 from trimtab.precision import Recipe, Selection
 
@@ -35,6 +36,7 @@ except ImportError as error:
 __all__ = ["TrimtabCallback"]
 
 _STATE_KEY = "trimtab"
+_guards_of_callbacks: weakref.WeakSet[Guard] = weakref.WeakSet()
 _WRAPPED = ("_clip_grad_norm", "_get_grad_norm", "training_step", "_save_checkpoint")
 # These clip or step out of reach: inside their engine, or on flattened parameters that are no unit's any more.
 _REFUSED = {
@@ -93,6 +95,7 @@ class TrimtabCallback(TrainerCallback):
         # A train() that died, or one that is retried with a smaller batch, never reached on_train_end.
         self._release(finished=False)
         _refuse_what_cannot_be_read(trainer)
+        self._take_over(trainer)
         policy = self.policy
         if policy is None:
             policy = robust(warmup_steps=args.get_warmup_steps(state.max_steps), total_steps=state.max_steps)
@@ -100,6 +103,7 @@ class TrimtabCallback(TrainerCallback):
         self.guard = attach(
             model, self.recipe, policy=policy, monitors=self.monitors, units=self.units, record=self.record
         )
+        _guards_of_callbacks.add(self.guard)
         self._wrap(trainer)
         if state.global_step > 0:
             self._restore(state, checkpoint or f"checkpoint-{state.global_step}")
@@ -109,6 +113,21 @@ class TrimtabCallback(TrainerCallback):
     ) -> None:
         """Give the model and the Trainer back as they were, and close the record."""
         self._release(finished=state.global_step >= state.max_steps)
+
+    def _take_over(self, trainer: Trainer) -> None:
+        """A Trainer that was interrupted, and whose name is gone, has left its guard on the model: detach that one."""
+        others = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrimtabCallback) and c is not self]
+        if others:
+            raise ConfigError(
+                "callbacks",
+                verbatim(f"{len(others) + 1} of {type(self).__name__}"),
+                "one guard watches a model.",
+                "Pass one, with all that is to be watched.",
+            )
+        model: Any = trainer.model
+        for guard in guards_of(model):
+            if guard in _guards_of_callbacks:
+                guard.close(finished=False)
 
     def _wrap(self, trainer: Trainer) -> None:
         missing = [name for name in _WRAPPED if not callable(getattr(trainer, name, None))]

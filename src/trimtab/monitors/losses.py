@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 __all__ = ["LossHook", "mean_loss"]
 
+# Far more micro-batches than anybody accumulates.
+_MOST = 4096
+
 
 class LossHook:
     """Notes the ``loss`` of a model's output, unread; a copy of the model inherits only an inert one.
@@ -28,6 +31,9 @@ class LossHook:
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1 and module.training:
+            if len(self.losses) >= _MOST:
+                # Nobody calls guard.step, which empties the list.
+                self.losses.clear()
             self.losses.append(loss.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossHook:

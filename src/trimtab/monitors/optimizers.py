@@ -98,8 +98,10 @@ class OptimizerWatch:
         return list(self._ours)
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching, and let go of what was watched."""
         self._handle.remove()
+        self.on_step = None
+        self._parameters = tuple
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class WriterLock:
     def __init__(self, record: Path) -> None:
         self.path = record.with_name(record.name + ".lock")
         self._handle: int | None = None
+        _locks.add(self)
 
     def acquire(self) -> bool:
         """Take the lock; False when another writer, also one of this process, holds it.
@@ -74,9 +76,30 @@ class WriterLock:
             os.close(handle)
             self.path.unlink() if fcntl is None else None
 
+    def drop_in_child(self) -> None:
+        """In a forked child: let go of the inherited handle, and leave the lock with the parent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
     def _is_named(self, handle: int) -> bool:
         try:
             there, ours = os.stat(self.path), os.fstat(handle)
         except OSError:
             return False
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+_locks: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _drop_all_in_child() -> None:
+    for lock in list(_locks):
+        lock.drop_in_child()
+
+
+# A data loader's worker is a fork. With the handle it would hold the lock on after its parent was killed, and a restart
+# at once would be refused.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_all_in_child)

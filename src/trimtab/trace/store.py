@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sqlite3
 from collections.abc import Iterable
@@ -39,6 +40,13 @@ class Store:
         self._segments: dict[OpenSegment, tuple[int, int]] = {}
         self._kept: dict[OpenSegment, Gap] = {}
 
+    def _acquire_lock(self) -> bool:
+        if self._lock.acquire():
+            return True
+        # A writer that nobody can reach any more may be waiting in a reference cycle, as after an interrupted cell.
+        gc.collect()
+        return self._lock.acquire()
+
     def open(self, segment: OpenSegment) -> None:
         """Make or open the file and write the first segment's row.
 
@@ -52,7 +60,7 @@ class Store:
                     "record", str(self.path), "this is a folder, a record with this ending is a file.", "Name another."
                 )
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._lock.acquire():
+            if not self._acquire_lock():
                 raise ConfigError(
                     "record",
                     str(self.path),
