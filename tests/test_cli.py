@@ -241,3 +241,54 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_summary_trains_no_furt
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert json.loads((out / "summary.json").read_text()) == expected
     assert live_line(out)[2].step.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "parts"),
+    [
+        ({}, ["--report-to", "nosuchlogger"], ["report_to='nosuchlogger'", "installed here"]),
+        ({}, ["--seed", "99999999999"], ["seed=99999999999", "4294967295"]),
+        ({"hidden_size": 30, "num_attention_heads": 4}, [], ["transformers cannot make a causal LM of it"]),
+        ({"hidden_size": "big"}, [], ["transformers cannot make a causal LM of it"]),
+        (
+            {"model_type": "gpt2", "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+            | {"bos_token_id": 0, "eos_token_id": 0},
+            ["--sequence", "32"],
+            ["it fails on a sequence of 32 tokens", "shorten the sequence"],
+        ),
+    ],
+)
+def test_a_model_or_logger_that_cannot_work_is_refused_before_anything_is_written(
+    capsys, tmp_path, text, model, change, words, parts
+):
+    model.write_text(json.dumps(CONFIG | change))
+    out = tmp_path / "out"
+    said = refusal(capsys, "train", "--model", str(model), "--data", str(text), "--out", str(out), *words)
+    for part in parts:
+        assert part in said
+    assert not list(out.glob("*")) if out.exists() else True
+
+
+def test_checkpoints_of_something_else_are_neither_adopted_nor_deleted(capsys, tmp_path, text, model):
+    out = tmp_path / "foreign"
+    (out / "checkpoint-60").mkdir(parents=True)
+    (out / "checkpoint-60" / "trainer_state.json").write_text('{"global_step": 60}')
+    assert "checkpoints that trimtab train did not write" in refusal(capsys, *train_words(text, model, out))
+    assert [p.name for p in out.iterdir()] == ["checkpoint-60"]
+
+
+def test_another_text_under_the_same_name_is_another_run(capsys, tmp_path, text, model):
+    from trimtab.experiments.settings import TrainSettings
+    from trimtab.experiments.train import _identity
+
+    settings = TrainSettings(model=str(model), data=(text,), out=tmp_path / "out")
+    before = _identity(settings, [text.read_text()])
+    after = _identity(settings, [text.read_text() + "more"])
+    assert before.keys() == after.keys()
+    assert {k for k in before if before[k] != after[k]} == {"text_sha256"}
+
+
+def test_a_demo_that_is_refused_leaves_an_earlier_summary_alone(capsys, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    assert "nowhere" in refusal(capsys, "demo", "--out", str(tmp_path), "--data", "nowhere")
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

@@ -194,3 +194,40 @@ def test_a_run_killed_while_its_data_workers_live_can_start_again_at_once(tmp_pa
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
+
+
+def test_a_step_that_the_scaler_skips_repeats_its_stochastic_noise_and_its_faults():
+    from trimtab.faults import StoredCopyBurst, StoredCopyFaults
+    from trimtab.precision import SavedActivations
+
+    def weights(skip: bool) -> list[torch.Tensor]:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # Scales are powers of two: unscaling is exact, and the runs differ by the skipped step alone.
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        guard = trimtab.attach(model, SavedActivations(4, 8, rounding="stochastic"), policy=Policy(max_active=0))
+        guard.inject(StoredCopyFaults([StoredCopyBurst(unit="1", start_step=2, num_steps=2, factor=9.0)]))
+        x = torch.linspace(-1, 1, 8).reshape(2, 4)
+        step = 0
+        while step < 4:
+            overflow = skip and step == 1
+            skip = skip and not overflow
+            loss = model(x).square().sum()
+            scaler.scale(loss * (float("inf") if overflow else 1.0)).backward()
+            step += not guard.step(max_norm=1.0, scaler=scaler).skipped
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        guard.detach()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for a, b in zip(weights(skip=False), weights(skip=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_shorter_than_the_watchers_patience_is_told_at_its_end():
+    model = build()
+    guard = trimtab.attach(model)
+    train(model, guard, ["optimizer", "clear"], num_steps=3)
+    with pytest.warns(TrimtabWarning, match="stepped 3 times and guard.step was never called"):
+        guard.detach()

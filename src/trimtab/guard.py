@@ -50,7 +50,8 @@ def attach(
 ) -> Guard:
     """Watch ``model`` in training and, with a recipe, run its risky units on the recovery path.
 
-    Without a recipe nothing is converted and training stays bit for bit what it was.
+    Without a recipe nothing is converted and training stays bit for bit what it was (but for ``damping``, if the policy
+    asks for it).
 
     Args:
         model: The model, wrapped or not, before or after it was moved to its device.
@@ -210,6 +211,8 @@ class Guard:
             self._observed_lr = None
             self._journal.event("skip", {"reason": "the loss scaler found a non-finite gradient"})
             skipped = PendingDecision(self.resolve, self._norms.total(self._norms.read()), skipped=True)
+            # The retried step counts its micro-batches from one again, and suffers the same faults.
+            self._begin_step(retried=True)
             skipped.fill(self._decision or decision_before_the_first(self.num_steps, self._active_flags()))
             return skipped
         self._journal.step += 1
@@ -383,6 +386,7 @@ class Guard:
         """
         if self._detached:
             return
+        self._journal.say_once("never", self._cadence.on_end())
         try:
             self.resolve()
         finally:
@@ -425,15 +429,16 @@ class Guard:
         elif self._pending.lr is None:
             self._pending.lr = rate
 
-    def _begin_step(self) -> None:
-        """The next optimizer step begins: tell the recipe and the faults."""
+    def _begin_step(self, retried: bool = False) -> None:
+        """The next optimizer step begins: tell the recipe and the faults; the record knows of a ``retried`` one."""
         if self.conversion is not None:
             self.conversion.begin_step(self.num_steps + 1)
         for fault in self._faults:
-            self._apply(fault)
+            self._apply(fault, record=not retried)
 
-    def _apply(self, fault: Fault) -> None:
-        for place, data in fault.begin_step(self.num_steps + 1, self.conversion):
+    def _apply(self, fault: Fault, record: bool = True) -> None:
+        started = fault.begin_step(self.num_steps + 1, self.conversion)
+        for place, data in started if record else ():
             self._journal.event("fault", data, place, step=self.num_steps + 1)
 
     def _finish(self, decision: Decision, unit_norms: np.ndarray) -> None:

@@ -1,13 +1,17 @@
 """Which modules are units, under which names, in which order."""
 
+import functools
 import os
+import sys
 
 import pytest
 import torch
 from torch import nn
 
+import trimtab
 from trimtab.errors import ConfigError
-from trimtab.precision import clean_fqn, find_units
+from trimtab.monitors.gradient_norms import GradientNorms
+from trimtab.precision import SavedActivations, clean_fqn, find_units, units
 from trimtab.precision.units import describe_filter
 
 
@@ -200,3 +204,227 @@ def test_a_selection_is_named_for_the_record():
     assert describe_filter(None) == "projections"
     assert describe_filter(mine) == "mine"
     assert describe_filter(["a", "b"]) == "2 names"
+    assert describe_filter(lambda module, fqn: True) == "<lambda>"
+    assert describe_filter(functools.partial(mine, fqn="")) == "partial"
+
+
+@pytest.mark.parametrize("nothing", [lambda module, fqn: False, functools.partial(lambda no, module, fqn: no, False)])
+def test_a_filter_that_matches_nothing_is_shown_without_its_place_in_memory(blocks, nothing):
+    with pytest.raises(ConfigError, match=r"^units=(<lambda>|partial): the filter matches no module") as caught:
+        find_units(blocks(), nothing)
+    assert "0x" not in str(caught.value)
+
+
+class Adapter(nn.Module):
+    """Holds a layer and its low-rank adapters as peft's layers do."""
+
+    def __init__(self, base, adapters=("default",)):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        inner, outer = base.weight.shape[1], base.weight.shape[0]
+        self.lora_A = nn.ModuleDict({a: nn.Linear(inner, 2, bias=False) for a in adapters})
+        self.lora_B = nn.ModuleDict({a: nn.Linear(2, outer, bias=False) for a in adapters})
+
+    def forward(self, x):
+        return self.base_layer(x) + sum(self.lora_B[a](self.lora_A[a](x)) for a in self.lora_A)
+
+
+def with_adapters(model, picked, make=Adapter):
+    """Freeze ``model`` and put an adapter on each module whose name ends in one of ``picked``."""
+    model.requires_grad_(False)
+    for name, module in [(n, m) for n, m in model.named_modules() if n.endswith(picked)]:
+        model.set_submodule(name, make(module))
+    return model
+
+
+def test_an_adapted_projection_is_one_unit_under_its_own_name(tiny_llama):
+    model = with_adapters(tiny_llama(num_layers=2), ("q_proj", "up_proj"))
+    assert names(model) == [f"model.layers.{i}.{n}" for i in range(2) for n in ("self_attn.q_proj", "mlp.up_proj")]
+    assert names(torch.compile(model, backend="eager")) == names(model)
+    assert names(model, lambda module, fqn: "0.self_attn.q_proj.lora" in fqn) == [
+        f"model.layers.0.self_attn.q_proj.lora_{x}.default" for x in "AB"
+    ]
+    assert names(model, ["model.layers.0.mlp.up_proj.base_layer"]) == ["model.layers.0.mlp.up_proj.base_layer"]
+
+
+def test_the_norm_of_an_adapted_projection_is_that_of_its_adapters(blocks):
+    model = with_adapters(blocks(num_blocks=2), (".q", ".v"), lambda base: Adapter(base, ("one", "two")))
+    found = find_units(model)
+    norms = GradientNorms(model, found)
+    model(torch.randn(3, 8)).square().sum().backward()
+    reading = norms.read()
+    expected = [
+        torch.cat([p.grad.flatten() for n, p in unit.modules[0].named_parameters() if "lora" in n]).norm().item()
+        for unit in found
+    ]
+    assert norms.unit_norms(reading.indices, reading.norms.numpy()) == pytest.approx(expected, rel=1e-5)
+    assert min(expected) > 0
+    assert [u.num_parameters for u in found] == [8 * 8 + 8 + 2 * 2 * (8 * 2)] * 4
+
+
+def test_an_adapter_around_an_adapter_is_one_unit(blocks):
+    model = with_adapters(blocks(num_blocks=1), (".q",))
+    inner = model.layers[0].q
+    model.layers[0].q = nn.Module()
+    model.layers[0].q.base_layer, model.layers[0].q.lora_A = inner, nn.Linear(8, 2)
+    assert names(model) == ["layers.0.q"]
+
+
+def test_an_adapter_of_a_layer_that_owns_no_parameter_is_one_unit_too(blocks):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.zeros(8, 8))
+
+    model = blocks(num_blocks=1).requires_grad_(False)
+    model.layers[0].q = Adapter(Packed())
+    assert names(model) == ["layers.0.q"]
+
+
+def test_adapters_of_routers_norms_embeddings_and_heads_stay_out(tiny_llama):
+    model = with_adapters(tiny_llama(num_layers=1), ("q_proj", "input_layernorm", "embed_tokens", "lm_head"), _shallow)
+    model.model.layers[0].mlp.gate = Adapter(nn.Linear(4, 4))
+    assert names(model) == ["model.layers.0.self_attn.q_proj"]
+
+
+def _shallow(base):
+    layer = nn.Module()
+    layer.base_layer, layer.delta = base, nn.Parameter(torch.zeros(2))
+    return layer
+
+
+def test_an_adapted_norm_is_a_unit_where_nothing_else_is_trained(tiny_llama):
+    model = with_adapters(tiny_llama(num_layers=1), ("input_layernorm",), _shallow)
+    assert names(model) == ["model.layers.0.input_layernorm"]
+
+
+def test_what_is_frozen_is_no_unit_unless_everything_is(tiny_llama):
+    model = tiny_llama(num_layers=2)
+    everything = names(model)
+    model.model.layers[0].requires_grad_(False)
+    assert names(model) == everything[7:]
+    model.requires_grad_(False)
+    assert names(model) == everything
+    model.lm_head.requires_grad_(True)
+    assert names(model) == ["lm_head"]
+    assert names(model, ["model.layers.0.mlp"]) == ["model.layers.0.mlp"]
+
+
+def _mixture(family):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 20, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    own = {
+        "Mixtral": {"num_local_experts": 4},
+        "Qwen3Moe": experts | {"head_dim": 8, "moe_intermediate_size": 8},
+        "Qwen2Moe": experts | {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+        "Olmoe": experts,
+        "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "DeepseekV3": latent
+        | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes, **own[family])
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "per_layer", "first_sparse"),
+    [
+        ("Mixtral", 4, 0),
+        ("Qwen3Moe", 4, 0),
+        ("Qwen2Moe", 7, 0),
+        ("Olmoe", 4, 0),
+        ("GptOss", 4, 0),
+        ("DeepseekV3", 8, 1),
+    ],
+)
+def test_fused_experts_are_one_unit_that_is_only_watched(family, per_layer, first_sparse):
+    model = _mixture(family)
+    guard = trimtab.attach(model, SavedActivations())
+    experts = [f"model.layers.{i}.mlp.experts" for i in range(first_sparse, 2)]
+    switched = [u.name for u in guard.conversion.units]
+    assert [n for n in guard.units if n not in switched] == experts
+    assert len(switched) == 2 * per_layer
+    assert not [n for n in guard.units if n.endswith((".gate", ".router", "shared_expert_gate"))]
+    order = [n for n, _ in model.named_modules() if n in guard.units]
+    assert list(guard.units) == order
+    tokens = torch.randint(3, 20, (2, 6))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    decision = guard.step()
+    assert (decision.num_unobserved, decision.num_failed) == (0, 0)
+    guard.detach()
+
+
+def test_parts_of_a_router_stay_out():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+            self.up = nn.Linear(4, 4)
+
+    assert names(nn.Sequential(Block())) == ["0.up"]
+
+
+def test_a_parameter_of_three_dimensions_makes_no_experts_of_other_modules():
+    class Owner(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(shape))
+
+    class PositionEmbedding(Owner):
+        pass
+
+    class Block(Owner):
+        def __init__(self):
+            super().__init__(2, 3, 3)
+            self.conv, self.norm = nn.Conv1d(2, 2, 3), nn.LayerNorm((2, 2, 2))
+            self.weighted = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
+            self.scale, self.position, self.router = Owner(1, 4, 4), PositionEmbedding(2, 3, 4), Owner(2, 3, 4)
+            self.lazy = nn.LazyConv1d(2, 3)
+            self.up = nn.Linear(4, 4)
+
+    model = nn.ModuleDict({"outside": Owner(2, 3, 4), "layers": nn.ModuleList([Block(), Owner(2, 3, 4)])})
+    assert names(model) == ["layers.0.up", "layers.1"]
+
+
+def test_the_output_head_is_asked_for_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(units, "output_head", lambda model: calls.append(model))
+    with torch.device("meta"):
+        model = nn.ModuleDict({f"n{i}": nn.Linear(1, 1, bias=False) for i in range(8000)})
+    assert len(find_units(model)) == 8000
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "n"])
+def test_twice_the_units_are_twice_the_work(prefix):
+    def work(size):
+        """The number of bytecodes that run in this package."""
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            if frame.f_code.co_filename != units.__file__:
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            count += event == "opcode"
+            return trace
+
+        model = nn.ModuleDict({f"{prefix}{i}": nn.Linear(1, 1, bias=False) for i in range(size)})
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert len(find_units(model)) == size
+        finally:
+            sys.settrace(before)
+        return count
+
+    work(1)  # the first use compiles patterns
+    one, two, three = work(100), work(200), work(300)
+    # Each further unit runs the same bytecodes.
+    assert three - two == two - one > 100

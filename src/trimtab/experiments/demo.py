@@ -73,10 +73,6 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
     except ImportError:
         raise MissingExtraError("The demo", "transformers", "demo") from None
     prepare_folder(settings.out)
-    summary_path = settings.out / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.out / "summary.previous.json")
     documents = read_files(settings.data) if settings.data else read_speeches()
     plan = TrainingPlan(num_steps=settings.steps, seed=settings.seed)
     corpus = load_corpus(documents, tokenizer=settings.tokenizer, sequence=plan.sequence)
@@ -90,6 +86,10 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
         f"{source} ({len(corpus.train) / 1e6:.1f}M training tokens), {plan.num_steps} steps an arm, "
         f"{len(bursts)} injected faults, seed {plan.seed}."
     )
+    summary_path = settings.out / "summary.json"
+    if summary_path.exists():
+        # A run that is cut short must not leave an older run's summary as if it were its own.
+        summary_path.replace(settings.out / "summary.previous.json")
     results = _run_arms(plan, corpus, bursts, settings, console)
     summary = _summary(settings, plan, corpus, num_parameters, len(units), bursts, results)
     summary["versions"] = {

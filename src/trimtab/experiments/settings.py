@@ -39,7 +39,7 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         _at_least("steps", self.steps, 1)
-        _at_least("seed", self.seed, 0)
+        _seed(self.seed)
         _one_of("tokenizer", self.tokenizer, ("bytes", "bpe"))
 
 
@@ -106,7 +106,7 @@ class TrainSettings:
         for setting in ("steps", "batch", "accumulation", "save_every", "log_every"):
             _at_least(setting, getattr(self, setting), 1)
         _at_least("sequence", self.sequence, 2)
-        _at_least("seed", self.seed, 0)
+        _seed(self.seed)
         for setting in ("learning_rate", "weight_decay", "max_grad_norm"):
             value = getattr(self, setting)
             if not (math.isfinite(value) and value >= 0):
@@ -162,6 +162,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ConfigError("seed", seed, "NumPy takes seeds from 0 to 4294967295.", "Choose one of these.")
 
 
 def _at_least(setting: str, value: int, least: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +58,14 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         raise MissingExtraError("trimtab train", "transformers", "hf") from None
     is_first = int(os.environ.get("RANK", "0")) == 0
     policy = policy_of(settings)
+    _check_loggers(settings.report_to)
     recipe = None
     if settings.recipe != "none":
         recipe = SavedActivations(settings.low_bits, settings.high_bits, rounding=settings.rounding)  # type: ignore[arg-type]
     prepare_folder(settings.out)
-    resumes = _goes_on(settings)
     documents = read_files(settings.data)
+    identity = _identity(settings, documents)
+    resumes = _goes_on(settings.out, identity)
     set_seed(settings.seed)
     model, tokenizer = load_model(settings)
     checkpoint = last_whole_checkpoint(settings.out) if resumes else None
@@ -100,6 +104,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         logging_steps=settings.log_every,
         report_to=settings.report_to.split(","),
     )
+    _try_forward(model, settings)
     if settings.gradient_checkpointing:
         # The newer name where there is one: the older warns.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -116,7 +121,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     )
     if is_first and not resumes:
         # Only now: what was refused until here must not leave a folder that looks like a run.
-        write_whole(settings.out / _IDENTITY, settings.identity())
+        write_whole(settings.out / _IDENTITY, identity)
     if is_first and resumes:
         print(f"Going on from {checkpoint}." if checkpoint else "No whole checkpoint yet: starting over.")
     # Killed between its last checkpoint and its summary, a run is trained already; the Trainer would add a step.
@@ -176,8 +181,8 @@ def load_model(settings: TrainSettings) -> tuple[Any, Any]:
         )
         make = AutoModelForCausalLM
         model = make.from_pretrained(str(path)) if weights else make.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+    except Exception as error:  # whatever a config or a file of weights can be wrong in
+        reason = _first_line(error)
         raise ConfigError(
             "model",
             settings.model,
@@ -193,11 +198,50 @@ def load_model(settings: TrainSettings) -> tuple[Any, Any]:
         return model, "bytes"
     try:
         return model, AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+    except Exception as error:
+        reason = _first_line(error)
         raise ConfigError(
             "tokenizer", str(folder), f"no tokenizer loads from it ({reason}).", "Name a folder with one, or bytes."
         ) from None
+
+
+def _check_loggers(names: str) -> None:
+    """Raises: ConfigError: when transformers does not know a logger, or its package is not installed."""
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    available = get_available_reporting_integrations()
+    for name in names.split(","):
+        if name not in (*available, "none", "all"):
+            raise ConfigError(
+                "report_to",
+                name,
+                f"the loggers that are installed here are {', '.join(available) or 'none at all'}.",
+                "Install its package, or choose one of these.",
+            )
+
+
+def _try_forward(model: Any, settings: TrainSettings) -> None:
+    """Raises: ConfigError: when the model cannot run on a sequence, before anything is written for it."""
+    # A large model on a CPU would take long for a whole sequence; two tokens find all but too few positions.
+    is_small = sum(p.numel() for p in model.parameters()) < 300e6
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, settings.sequence if is_small else 2, dtype=torch.int64))
+    except Exception as error:
+        raise ConfigError(
+            "model",
+            settings.model,
+            f"it fails on a sequence of {settings.sequence} tokens ({_first_line(error)}).",
+            "Correct its config, or shorten the sequence.",
+        ) from None
+    finally:
+        model.train()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def last_whole_checkpoint(out: Path) -> Path | None:
@@ -218,16 +262,28 @@ def last_whole_checkpoint(out: Path) -> Path | None:
     return max(whole)[1] if whole else None
 
 
-def _goes_on(settings: TrainSettings) -> bool:
+def _identity(settings: TrainSettings, documents: Sequence[str]) -> dict[str, Any]:
+    """What must be equal for one start to go on where another ended: the settings, the text and the model's config."""
+    text = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+    model = Path(settings.model)
+    config = model / "config.json" if model.is_dir() else model
+    found = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else None
+    return settings.identity() | {"text_sha256": text, "config_sha256": found}
+
+
+def _goes_on(out: Path, identity: Mapping[str, Any]) -> bool:
     """Whether the folder holds the same run, cut short.
 
-    Raises: ConfigError: when it holds a whole run, or one with other settings.
+    Raises: ConfigError: when it holds a whole run, one with other settings, or checkpoints of something else.
     """
-    path = settings.out / _IDENTITY
-    identity = settings.identity()
-    if (settings.out / "summary.json").exists():
-        raise ConfigError("out", str(settings.out), "it holds a run that is finished.", "Choose another folder.")
+    path = out / _IDENTITY
+    if (out / "summary.json").exists():
+        raise ConfigError("out", str(out), "it holds a run that is finished.", "Choose another folder.")
     if not path.exists():
+        if any(out.glob("checkpoint-*")):
+            raise ConfigError(
+                "out", str(out), "it holds checkpoints that trimtab train did not write.", "Choose another folder."
+            )
         return False
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -237,7 +293,7 @@ def _goes_on(settings: TrainSettings) -> bool:
         changed = sorted(k for k in identity if found.get(k) != identity[k])
         raise ConfigError(
             "out",
-            str(settings.out),
+            str(out),
             f"it holds an unfinished run with other settings ({', '.join(changed)}).",
             "Use the same settings to go on with it, or choose another folder.",
         )

@@ -20,7 +20,7 @@ _TWICE = (
     "growing gradients and counts too many steps."
 )
 _NEVER = (
-    f"The optimizer has stepped {_MANY_STEPS} times and guard.step was never called, so nothing is watched. Call "
+    "The optimizer has stepped {num_steps} times and guard.step was never called, so nothing is watched. Call "
     "guard.step(max_norm=...) between backward and optimizer.step()."
 )
 _NO_GRADIENT = (
@@ -76,5 +76,10 @@ class Cadence:
         grad = next((p.grad for p in parameters if p.grad is not None), None)
         self._used = None if grad is None else (weakref.ref(grad), grad._version)
         if self._calls == 0 and self._watch.num_steps == _MANY_STEPS:
-            return _NEVER
+            return _NEVER.format(num_steps=_MANY_STEPS)
         return None
+
+    def on_end(self) -> str | None:
+        """Asked when watching ends; returns what was wrong, or None."""
+        num_steps = self._watch.num_steps
+        return _NEVER.format(num_steps=num_steps) if self._calls == 0 and num_steps > 0 else None

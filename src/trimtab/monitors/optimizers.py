@@ -127,9 +127,10 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
 
     Reading the answer waits for the device, as ``scaler.step`` itself does a moment later.
 
-    Returns: True when a gradient is NaN or infinite, so that ``scaler.step`` will leave the parameters alone.
+    Returns: True when ``scaler.step`` will leave all parameters alone, because each optimizer has a gradient that is
+        NaN or infinite. Where one of several will still step, its gradients are to be seen and clipped.
     """
-    skip = False
+    skips = []
     for optimizer in optimizers:
         # The scaler has no public way to ask for these two. A plain look-up would insert an entry.
         state = scaler._per_optimizer_states.get(id(optimizer))
@@ -138,5 +139,5 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
                 continue
             scaler.unscale_(optimizer)
             state = scaler._per_optimizer_states[id(optimizer)]
-        skip = skip or any(float(found) > 0 for found in state["found_inf_per_device"].values())
-    return skip
+        skips.append(any(float(found) > 0 for found in state["found_inf_per_device"].values()))
+    return bool(skips) and all(skips)

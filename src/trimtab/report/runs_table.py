@@ -49,21 +49,22 @@ def runs_table(found: list[RunSummary], folder: Path) -> RenderableType:
         for name, value in _facts(found[0]):
             facts.add_row(name, escape(value))
         return facts
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("run", overflow="fold")
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("run", overflow="fold", min_width=25)
     table.add_column("state")
-    for heading in ("steps", "units", "recovered", "switches", "faults", "alarms", "last loss"):
+    has_alarms = any(s.num_alarms for s in found)
+    for heading in ("steps", "units", "recovered", "switches", "faults", *(["alarms"] if has_alarms else []), "loss"):
         table.add_column(heading, justify="right")
     for s in found:
         table.add_row(
             escape(str(_home(s).relative_to(folder)) if _home(s).is_relative_to(folder) else str(_home(s))),
-            _state(s),
+            "damaged" if s.damage else "finished" if s.finished else "unfinished",
             str(s.num_steps),
             str(s.num_units),
             f"{s.recovered_share:.1%}",
             str(s.num_switches),
             str(s.num_faults),
-            str(s.num_alarms),
+            *([str(s.num_alarms)] if has_alarms else []),
             "" if s.last_loss is None else f"{s.last_loss:.4f}",
         )
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from trimtab.control import ControllerLike, Policy, PolicyLike
 from trimtab.errors import ConfigError, TrimtabError, verbatim
-from trimtab.trace.reader import Run
+from trimtab.trace.reader import Run, open_run
 from trimtab.trace.segments import Segment
 from trimtab.trace.table import RawRow, StepTable, TableBuilder
 
@@ -36,14 +37,14 @@ class Replay:
         return int(np.count_nonzero(self.steps.active != self.recorded_active))
 
 
-def replay(run: Run, policy: PolicyLike | None = None) -> Replay:
+def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) -> Replay:
     """Take a run's decisions again from its recorded norms, with its own policy or another.
 
     A set routed by hand changes what ran, and so the norms, but no decision: it is in the row of the step that ran
     under it, as ``extra["routed_by_hand"]``, and replay passes it over.
 
     Args:
-        run: The record.
+        run: The record, opened or its path.
         policy: What decides. None: the recorded policy with the thresholds that were in force at each step; the
             decisions are then exactly the recorded ones, whatever resumes lie between.
 
@@ -67,6 +68,9 @@ def replay(run: Run, policy: PolicyLike | None = None) -> Replay:
         ...     replay(run).num_different, replay(run, Policy(max_active=0)).num_different
         (0, 1)
     """
+    if not isinstance(run, Run):
+        with open_run(run) as opened:
+            return replay(opened, policy)
     player, _ = run.fold(lambda: _Player(run, policy))
     return player.result()
 
