@@ -352,7 +352,7 @@ class TestLossScaler:
             assert not guard.step(scaler=scaler).skipped
             assert guard.num_steps == 1
 
-    def test_two_optimizers_are_both_unscaled_and_either_skips_the_step(self):
+    def test_two_optimizers_are_both_unscaled_and_the_step_counts_while_one_of_them_steps(self):
         model = build()
         first = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
         second = torch.optim.SGD(
@@ -370,8 +370,20 @@ class TestLossScaler:
                 optimizer.zero_grad()
             scaler.update()
             scaler.scale(model(IDS)["loss"]).backward()
-            model.layers[1]["q_proj"].weight.grad[0, 0] = math.nan
-            assert guard.step(scaler=scaler).skipped
+            model.layers[1]["q_proj"].weight.grad[0, 0] = math.inf
+            # Only the second optimizer will skip: what the first one steps on is clipped, by a total that is infinite.
+            decision = guard.step(max_norm=1.0, scaler=scaler)
+            assert not decision.skipped
+            assert decision.num_failed == 1
+            assert all(not p.grad.any() for p in model.layers[0].parameters())
+            for optimizer in (first, second):
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+            scaler.scale(model(IDS)["loss"]).backward()
+            for block in range(2):
+                model.layers[block]["q_proj"].weight.grad[0, 0] = math.inf
+            assert guard.step(max_norm=1.0, scaler=scaler).skipped
 
     def test_an_optimizer_prepared_by_accelerate_is_unscaled_once(self):
         accelerate = pytest.importorskip("accelerate")

@@ -311,6 +311,31 @@ def test_adapters_added_after_the_start_count_for_the_unit_they_were_added_to():
     assert before != unit_norms(norms)["layers.0.up_proj"] == pytest.approx(math.hypot(*parts), rel=1e-15, abs=0)
 
 
+def test_a_module_put_in_the_place_of_another_is_found_when_gradients_become_fewer():
+    model = Block()
+    norms = GradientNorms(model, ())
+    fill(model, 16)
+    norms.read()
+    model.head = nn.Linear(8, 3)
+    fill(model, 17)
+    model.norm.zero_grad()
+    norms.read()
+    assert {id(p) for p in norms.parameters} == {id(p) for p in model.parameters()}
+
+
+def test_gradients_that_come_and_go_look_nothing_up_again(monkeypatch):
+    model = Block()
+    norms = GradientNorms(model, find_units(model))
+    monkeypatch.setattr(norms, "_collect", lambda: pytest.fail("the parameters are the same"))
+    for seed in range(4):
+        fill(model, seed)
+        if seed % 2:
+            model.layers[1].zero_grad()
+        reading = norms.read()
+        assert len(reading.indices) == len(grads(model))
+        assert torch.equal(norms.total(reading), torch.nn.utils.get_total_norm(grads(model)))
+
+
 def test_damping_scales_each_unit_zeroes_a_failed_one_and_renews_the_norms():
     model = Block()
     fill(model, 15)

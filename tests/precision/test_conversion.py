@@ -3,11 +3,13 @@
 import copy
 import io
 import pickle
+import threading
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import trimtab
 from trimtab.errors import ConfigError, TrimtabWarning
@@ -188,6 +190,12 @@ def replaced():
     return layer
 
 
+def frozen():
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
 def doubled_conv1d():
     from transformers.pytorch_utils import Conv1D
 
@@ -206,8 +214,20 @@ def doubled_conv1d():
         (replaced, "something else has already replaced its forward"),
         (lambda: nn.LayerNorm(4), "it is a LayerNorm"),
         (lambda: nn.MultiheadAttention(4, 1).out_proj, "nn.MultiheadAttention reads its weight without calling it"),
+        (lambda: spectral_norm(nn.Linear(4, 4)), "its weight is parametrized"),
+        (lambda: weight_norm(nn.Linear(4, 4)), "its weight is parametrized"),
+        (frozen, "its weight is frozen, so it keeps no input for a gradient"),
     ],
-    ids=["subclass", "subclass of Conv1D", "replaced forward", "no linear layer", "MultiheadAttention"],
+    ids=[
+        "subclass",
+        "subclass of Conv1D",
+        "replaced forward",
+        "no linear layer",
+        "MultiheadAttention",
+        "spectral norm",
+        "weight norm",
+        "frozen",
+    ],
 )
 def test_what_cannot_be_converted_is_refused_with_its_reason(convert, make, reason):
     model = nn.Sequential(make())
@@ -307,6 +327,61 @@ def test_a_route_is_pulled_once_and_before_the_first_copy(convert, kept):
     assert [c.shape[-1] for c in kept(lambda: model[0](x))] == [8]  # also where only a submodule is called
     model(x)
     assert pulled == [True]
+
+
+def test_a_thread_that_comes_while_the_route_is_awaited_waits_for_it_too(convert):
+    conversion = convert(nn.Sequential(nn.Linear(8, 8)))
+    inside, answered = threading.Event(), threading.Event()
+    answers = []
+
+    def pull():
+        inside.set()
+        # An answer in this time would be one from the old route; none comes, so that this is how long the test takes.
+        answered.wait(timeout=0.2)
+        conversion.route([True])
+
+    def second():
+        inside.wait(timeout=60)
+        answers.append(conversion.bits_in_force(0))
+        answered.set()
+
+    conversion.pull = pull
+    thread = threading.Thread(target=second)
+    thread.start()
+    answers.append(conversion.bits_in_force(0))
+    thread.join(timeout=60)
+    assert answers == [8, 8]
+    assert conversion.pull is None
+
+
+def test_a_pull_that_runs_a_forward_or_fails_is_still_asked_once(convert):
+    model = nn.Sequential(nn.Linear(8, 8))
+    conversion = convert(model)
+    pulled = []
+
+    def pull():
+        pulled.append(True)
+        model(torch.randn(3, 8))
+        raise ArithmeticError
+
+    conversion.pull = pull
+    with pytest.raises(ArithmeticError):
+        model(torch.randn(3, 8))
+    model(torch.randn(3, 8))
+    assert pulled == [True]
+
+
+def test_a_parametrization_that_comes_after_conversion_runs_as_often_as_in_a_plain_model(pair):
+    plain, converted, _ = pair(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    for model in (plain, converted):
+        torch.manual_seed(0)
+        spectral_norm(model[0])
+    x = torch.randn(3, 8)
+    for _ in range(3):
+        outputs = [model(x) for model in (plain, converted)]
+        assert torch.equal(*outputs)
+    state = converted.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
 
 
 def test_the_conversion_and_the_recipe_are_what_their_protocols_ask_for(convert, blocks):

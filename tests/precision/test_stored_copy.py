@@ -191,3 +191,15 @@ def test_layouts_do_not_change_what_is_stored(bits):
             assert torch.equal(ours, theirs)
     expanded = x[:1].expand(6, 10)
     assert torch.equal(round_trip(expanded, bits), round_trip(expanded.contiguous(), bits))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own imports
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_compiled_encoder_also_marks_a_row_that_is_not_finite(bad):
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(3))
+    x[1, 4] = bad
+    packed, scale = torch.compile(encode)(x, 4)
+    assert torch.isnan(scale[1]).all()
+    out = decode(packed, scale, bits=4, size=16, dtype=x.dtype)
+    assert torch.equal(out.isnan().any(-1), torch.tensor([False, True, False]))

@@ -206,7 +206,7 @@ def _whole_number(setting: str, value: Any, least: int, reason: str) -> int:
         raise ConfigError(setting, value, "it is a whole number.", f"Set an int of {least} or more.")
     if value < least:
         raise ConfigError(setting, value, reason, f"Set it to {least} or more.")
-    if value > 2**53:
+    if int(value) > 2**53:
         # Arrays of any library hold it, and so does JSON.
         raise ConfigError(setting, value, "no run has that many steps.", "Set a smaller one.")
     return int(value)

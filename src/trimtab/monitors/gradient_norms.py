@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 
 import numpy as np
 import torch
@@ -57,8 +59,16 @@ class GradientNorms:
     def _collect(self) -> None:
         """Look the parameters up; again when a wrapper has replaced them since."""
         self.parameters = list(self.model.parameters())
-        # Where each parameter hangs: asking these costs far less than walking through the model.
-        self._places = [(m._parameters, n, p) for m in self.model.modules() for n, p in m._parameters.items()]
+        # What hangs where: comparing these costs far less than walking through the model.
+        modules = list(self.model.modules())
+        places = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items()]
+        self._holders = [register for register, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._held = [p for _, _, p in places]
+        self._registers = [register for m in modules for register in (m._parameters, m._modules)]
+        self._register_sizes = [len(register) for register in self._registers]
+        self._parents = [m._modules for m in modules if m._modules]
+        self._children = [child for register in self._parents for child in register.values()]
         position = {id(p): i for i, p in enumerate(self.parameters)}
         self._owner = np.full(len(self.parameters), -1, dtype=np.int64)
         for u, unit in enumerate(self.units):
@@ -68,8 +78,15 @@ class GradientNorms:
 
     def refresh(self) -> None:
         """Look the parameters up again if one was replaced: by FSDP2, or by loading with ``assign=True``."""
-        if any(place.get(name) is not p for place, name, p in self._places):
+        # Without a Python loop, as this runs at every step.
+        if not all(map(is_, map(dict.get, self._holders, self._names), self._held)):
             self._collect()
+
+    def _has_grown(self) -> bool:
+        """Whether modules or parameters were added, removed or replaced since they were looked up: adapters, say."""
+        if list(map(len, self._registers)) != self._register_sizes:
+            return True
+        return not all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
 
     @torch.no_grad()
     def read(self) -> NormReading:
@@ -81,9 +98,10 @@ class GradientNorms:
         self.refresh()
         grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
         if len(grads) != self._num_grads:
-            # Modules may have been added, adapters for instance.
-            self._collect()
-            grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+            # Experts come and go at every step, and then nothing is to be looked up.
+            if self._has_grown():
+                self._collect()
+                grads = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
             self._num_grads = len(grads)
         indices = [i for i, _ in grads]
         tensors = [g for _, g in grads]

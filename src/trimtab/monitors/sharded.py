@@ -44,18 +44,19 @@ def sharded_norms(tensors: list[Tensor]) -> Tensor:
         # Squares in float64: the square of a float32 norm leaves float32's range long before the norm does.
         norm = torch.linalg.vector_norm(local, 2.0, dtype=torch.float32) if local.numel() else local.new_zeros(())
         squares.append(norm.double().square())
-        dims = tuple(d for d, p in enumerate(tensor.placements) if p.is_shard())
+        # Not is_shard(): what FSDP2 makes of a dimension that tensor parallelism has sharded already is no Shard to it.
+        dims = tuple(d for d, p in enumerate(tensor.placements) if not p.is_replicate())
         if dims:
             # Each fully_shard makes a mesh object of its own; equal ones are one mesh.
             groups.setdefault((tensor.device_mesh, dims), []).append(k)
-    stacked = torch.stack([s.to(squares[0].device) for s in squares])
     for (mesh, dims), members in groups.items():
-        index = torch.tensor(members, device=stacked.device)
-        part = stacked[index]
+        # Gathered and put back by position on the host: an index tensor would be a copy that waits for the device.
+        part = torch.stack([squares[k] for k in members])
         for dim in dims:
             torch.distributed.all_reduce(part, group=mesh.get_group(dim))
-        stacked[index] = part
-    return stacked.sqrt().float()
+        for k, total in zip(members, part.unbind(), strict=True):
+            squares[k] = total
+    return torch.stack([s.to(squares[0].device) for s in squares]).sqrt().float()
 
 
 def _settled(placement: Any) -> Any:

@@ -12,8 +12,9 @@ Only dW changes. What is kept between forward and backward is Q(X), packed, and 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,7 +89,8 @@ class SavedActivations:
 
         Raises: ConfigError: when none of the units can be converted; the model is then untouched.
         """
-        reasons = {unit.name: _why_not(unit) for unit in units}
+        under_fsdp = _modules_under_fsdp(model, units)
+        reasons = {unit.name: _why_not(unit, under_fsdp) for unit in units}
         convertible = [unit for unit in units if reasons[unit.name] is None]
         if not convertible:
             name, reason = next(iter(reasons.items()))
@@ -102,8 +104,13 @@ class SavedActivations:
         return SavedActivationsConversion(self, model, convertible)
 
 
-def _why_not(unit: Unit) -> str | None:
-    """Why ``unit`` cannot be converted, or None when it can."""
+def _why_not(unit: Unit, under_fsdp: Container[int]) -> str | None:
+    """Why ``unit`` cannot be converted, or None when it can.
+
+    Args:
+        unit: The unit.
+        under_fsdp: Identities of the modules whose parameters FSDP2 may manage.
+    """
     for module in unit.modules:
         base = linear_class(module)
         if base is None:
@@ -114,22 +121,39 @@ def _why_not(unit: Unit) -> str | None:
             return f"its class {type(module).__name__} computes its forward in its own way"
         if "forward" in module.__dict__:
             return "something else has already replaced its forward"
-        if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            return "its weight is parametrized, and each look at it computes it anew"
+        weight: Any = module.weight
+        if isinstance(weight, nn.parameter.UninitializedParameter):
             return "its weight has no shape before the first forward"
-        if (
-            hasattr(module.weight, "device_mesh")
-            and any(p.is_shard() for p in getattr(module.weight, "placements", ()))
-            and not _is_fsdp(module)
-        ):
+        if not weight.requires_grad:
+            return "its weight is frozen, so it keeps no input for a gradient"
+        if _is_dtensor(weight) and not (id(module) in under_fsdp and _is_placed_by_fsdp(weight)):
             return "its weight is sharded by tensor parallelism"
     return None
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    # FSDP2 gathers a plain weight before forward; only its own modules say so.
-    from torch.distributed.tensor import DTensor
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh")
 
-    return isinstance(module.weight, DTensor) and len(module.weight.device_mesh.mesh_dim_names or ("dp",)) == 1
+
+def _modules_under_fsdp(model: nn.Module, units: Sequence[Unit]) -> set[int]:
+    """Identities of the modules at or below one that FSDP2 manages; imports nothing for a model without DTensors."""
+    if not any(_is_dtensor(p) for unit in units for p in unit.parameters()):
+        return set()
+    from torch.distributed.fsdp import FSDPModule
+
+    return {id(m) for top in model.modules() if isinstance(top, FSDPModule) for m in top.modules()}
+
+
+def _is_placed_by_fsdp(weight: Any) -> bool:
+    """Whether FSDP2 alone has placed ``weight``: sharded over one dimension of the mesh, replicated over any before it.
+
+    Tensor parallelism takes the innermost dimension, so together they are (Shard, Shard), (_StridedShard, Shard) or, of
+    a weight that it leaves whole, (Shard, Replicate).
+    """
+    *outer, inner = weight.placements
+    return all(p.is_replicate() for p in outer) and inner.is_shard()
 
 
 def _warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -165,6 +189,10 @@ class _Switch:
         weight, bias = module.weight, module.bias
         if x.is_inference() or not x.is_floating_point():
             return None
+        # FSDP2 has gathered a plain weight by now. What is still distributed is tensor parallelism's, which may also
+        # have come after conversion: products of local shards would be the wrong gradient.
+        if _is_dtensor(weight) or _is_dtensor(x):
+            return None
         bits = self.conversion.bits_in_force(self.index)
         if bits == 16 or not torch.is_grad_enabled():
             return None
@@ -186,6 +214,8 @@ class SavedActivationsConversion:
         self.units = tuple(units)
         self.costs = tuple(_cost(recipe, unit) for unit in units)
         self.pull: Callable[[], None] | None = None
+        self._pulling = threading.RLock()
+        self._is_pulling = False
         self._active = [False] * len(self.units)
         self._corruptions: dict[int, tuple[Tensor, float]] = {}
         self._step = 1
@@ -230,9 +260,24 @@ class SavedActivationsConversion:
         """The width in which unit ``index`` keeps its input now; asks for the route first, where one is due."""
         # Never in a backward: a forward that checkpointing recomputes there must store what the first one stored.
         if self.pull is not None and not _in_backward():
-            pull, self.pull = self.pull, None
-            pull()
+            self._take_route()
         return self.recipe.high_bits if self._active[index] else self.recipe.low_bits
+
+    def _take_route(self) -> None:
+        """Ask for the route that is due; other threads wait until it is here."""
+        # nn.DataParallel runs a replica a thread. Were ``pull`` cleared first, the second replica would go on with the
+        # old route while the first still waits for the new one.
+        with self._pulling:
+            pull = self.pull
+            if pull is None or self._is_pulling:
+                return
+            self._is_pulling = True
+            try:
+                pull()
+            finally:
+                self._is_pulling = False
+                if self.pull is pull:
+                    self.pull = None
 
     def input_size(self, index: int) -> int:
         """Number of input channels of unit ``index``."""
@@ -278,6 +323,7 @@ class SavedActivationsConversion:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         # Reentrant checkpointing of a whole model runs this forward without gradients; a recomputation is no new one.
+        # nn.DataParallel counts once a replica: noise then differs from replica to replica, which is as good.
         if module.training and not _in_backward():
             self._micro_batch += 1
 

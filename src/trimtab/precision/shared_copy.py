@@ -36,7 +36,8 @@ class SharedCopies:
         entry = entries.get(id(source))
         if entry is None or not entry.is_of(source, dtype):
             while len(entries) >= _MOST_SHARED:
-                del entries[next(iter(entries))]
+                # A list, and a default: a tensor that dies between two of these steps takes its own entry out.
+                entries.pop(next(iter(list(entries)), 0), None)
             entry = entries[id(source)] = _Entry(source, dtype, entries)
         if bits not in entry.copies:
             entry.copies[bits] = make()
@@ -57,8 +58,9 @@ class _Entry:
 
         def forget(reference: weakref.ref[Tensor]) -> None:
             # Another tensor may live at the same address by now.
-            if key in entries and entries[key].source is reference:
-                del entries[key]
+            entry = entries.get(key)
+            if entry is not None and entry.source is reference:
+                entries.pop(key, None)
 
         self.source = weakref.ref(source, forget)
         self.version = source._version

@@ -38,8 +38,9 @@ def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, T
     limit = get(f"int{bits}").max_value
     x = x.float()
     amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
-    # 0 * inf is NaN: an infinite scale would leave it to the device which codes, and so whether NaN, come back.
-    scale = (amax / limit).clamp_(max=_largest_scale(limit)).add_(amax * 0)
+    # An infinite scale would leave it to the device which codes, and so whether NaN, come back. Selected, and not made
+    # by arithmetic such as 0 * inf, which a compiler may fold away; NaN is not below infinity either.
+    scale = torch.where(amax < torch.inf, (amax / limit).clamp_(max=_largest_scale(limit)), torch.nan)
     # A scale of zero (a row of zeros, or one so small that amax/limit underflows) must give codes of zero, not 0/0.
     codes = x / torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = torch.floor(codes.add_(noise)) if noise is not None else codes.round_()

@@ -87,8 +87,14 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
         def run(self: nn.Module, x: Tensor) -> Tensor:
             switch = self.__dict__.get("_trimtab_switch")
             # Reentrant checkpointing runs the forward of training without gradients, and recomputes it in backward; a
-            # route that is due must arrive before that.
-            if switch is not None and self.weight.requires_grad and (torch.is_grad_enabled() or self.training):
+            # route that is due must arrive before that. A parametrization (spectral norm) that came after conversion
+            # runs at each look at the weight and may change its state, so only the plain layer may look then.
+            if (
+                switch is not None
+                and "parametrizations" not in self._modules
+                and self.weight.requires_grad
+                and (torch.is_grad_enabled() or self.training)
+            ):
                 output = switch(self, x)
                 if output is not None:
                     return output
