@@ -106,7 +106,7 @@ def detach(model: nn.Module) -> bool:
     Returns: Whether there was one.
 
     Example:
-        >>> model = nn.Linear(2, 2)
+        >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> _ = attach(model)
         >>> detach(model), detach(model)
         (True, False)

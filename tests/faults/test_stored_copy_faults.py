@@ -109,10 +109,10 @@ def test_two_faults_fall_both_and_the_later_burst_of_a_unit_holds(model):
     early, late = burst(start_step=1, num_steps=9), burst(start_step=2, num_steps=1, factor=3.0)
     with trimtab.attach(model, SavedActivations(), policy=policy) as guard:
         guard.inject(StoredCopyFaults([late, early]))
-        guard.step()
+        run_steps(guard, model, 1)
         channels, factor = guard.conversion.corruption(0)
         assert (channels.tolist(), factor) == (late.channels(8), 3.0)
-        guard.step()
+        run_steps(guard, model, 1)
         channels, factor = guard.conversion.corruption(0)
         assert (channels.tolist(), factor) == (early.channels(8), 50.0)
 

@@ -42,7 +42,8 @@ def test_measuring_leaves_neither_hooks_nor_tensors_behind(blocks):
 
     before = num_tensors()
     plain_saved_bytes(model, find_units(model), lambda: model(x))
-    assert num_tensors() == before
+    # Fewer when something of an earlier test goes meanwhile; never more.
+    assert num_tensors() <= before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimtab.errors import ConfigError, TrimtabWarning
+from trimtab.errors import ConfigError
+from trimtab.precision.convertible import is_dtensor, modules_under_fsdp, warn_about_heads, why_not_linear
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.shared_copy import SharedCopies
 from trimtab.precision.stored_copy import encode, stored_bytes_per_token
 from trimtab.precision.stored_linear import LinearFromStoredCopy, converted_class, give_back_class
-from trimtab.precision.units import Unit, linear_class, output_head
+from trimtab.precision.units import Unit
 
 __all__ = ["SavedActivations", "SavedActivationsConversion"]
 
@@ -89,8 +89,8 @@ class SavedActivations:
 
         Raises: ConfigError: when none of the units can be converted; the model is then untouched.
         """
-        under_fsdp = _modules_under_fsdp(model, units)
-        reasons = {unit.name: _why_not(unit, under_fsdp) for unit in units}
+        under_fsdp = modules_under_fsdp(model, units)
+        reasons = {unit.name: why_not_linear(unit, under_fsdp) for unit in units}
         convertible = [unit for unit in units if reasons[unit.name] is None]
         if not convertible:
             name, reason = next(iter(reasons.items()))
@@ -100,72 +100,8 @@ class SavedActivations:
                 f"saved activations convert plain linear layers, and {name} is none: {reason}.",
                 "Choose units that are linear layers.",
             )
-        _warn_about_heads(model, convertible)
+        warn_about_heads(model, convertible)
         return SavedActivationsConversion(self, model, convertible)
-
-
-def _why_not(unit: Unit, under_fsdp: Container[int]) -> str | None:
-    """Why ``unit`` cannot be converted, or None when it can.
-
-    Args:
-        unit: The unit.
-        under_fsdp: Identities of the modules whose parameters FSDP2 may manage.
-    """
-    for module in unit.modules:
-        base = linear_class(module)
-        if base is None:
-            return f"it is a {type(module).__name__}"
-        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            return "nn.MultiheadAttention reads its weight without calling it"
-        if type(module).forward is not base.forward:
-            return f"its class {type(module).__name__} computes its forward in its own way"
-        if "forward" in module.__dict__:
-            return "something else has already replaced its forward"
-        if torch.nn.utils.parametrize.is_parametrized(module):
-            return "its weight is parametrized, and each look at it computes it anew"
-        weight: Any = module.weight
-        if isinstance(weight, nn.parameter.UninitializedParameter):
-            return "its weight has no shape before the first forward"
-        if not weight.requires_grad:
-            return "its weight is frozen, so it keeps no input for a gradient"
-        if _is_dtensor(weight) and not (id(module) in under_fsdp and _is_placed_by_fsdp(weight)):
-            return "its weight is sharded by tensor parallelism"
-    return None
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "device_mesh")
-
-
-def _modules_under_fsdp(model: nn.Module, units: Sequence[Unit]) -> set[int]:
-    """Identities of the modules at or below one that FSDP2 manages; imports nothing for a model without DTensors."""
-    if not any(_is_dtensor(p) for unit in units for p in unit.parameters()):
-        return set()
-    from torch.distributed.fsdp import FSDPModule
-
-    return {id(m) for top in model.modules() if isinstance(top, FSDPModule) for m in top.modules()}
-
-
-def _is_placed_by_fsdp(weight: Any) -> bool:
-    """Whether FSDP2 alone has placed ``weight``: sharded over one dimension of the mesh, replicated over any before it.
-
-    Tensor parallelism takes the innermost dimension, so together they are (Shard, Shard), (_StridedShard, Shard) or, of
-    a weight that it leaves whole, (Shard, Replicate).
-    """
-    *outer, inner = weight.placements
-    return all(p.is_replicate() for p in outer) and inner.is_shard()
-
-
-def _warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
-    head = output_head(model)
-    for unit in units:
-        if head is not None and any(m is head for m in unit.modules):
-            warnings.warn(
-                f"units picks the output head ({unit.name}): its gradient is the largest of the model and is usually "
-                "kept in full precision. Narrow the filter if that was not meant.",
-                TrimtabWarning,
-                stacklevel=5,
-            )
 
 
 class _Switch:
@@ -191,7 +127,7 @@ class _Switch:
             return None
         # FSDP2 has gathered a plain weight by now. What is still distributed is tensor parallelism's, which may also
         # have come after conversion: products of local shards would be the wrong gradient.
-        if _is_dtensor(weight) or _is_dtensor(x):
+        if is_dtensor(weight) or is_dtensor(x):
             return None
         bits = self.conversion.bits_in_force(self.index)
         if bits == 16 or not torch.is_grad_enabled():
