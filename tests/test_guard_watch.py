@@ -189,6 +189,7 @@ def test_a_copy_of_a_watched_model_is_a_plain_model(recipe, copied):
 
 
 def test_a_model_that_nobody_uses_any_more_is_freed_although_it_was_never_detached():
+    gc.collect()  # what earlier tests left behind must not go meanwhile
     model = build()
     guard = trimtab.attach(model, SavedActivations())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,10 +9,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.errors import TrimtabWarning
+from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.precision.units import Unit, linear_class, output_head
 
-__all__ = ["is_dtensor", "modules_under_fsdp", "warn_about_heads", "why_not_linear"]
+__all__ = ["convertible_units", "is_dtensor", "why_not_linear"]
+
+
+def convertible_units(model: nn.Module, units: Sequence[Unit], recipe: str) -> list[Unit]:
+    """Those of ``units`` that a recipe of linear layers can convert.
+
+    Args:
+        model: The model they belong to.
+        units: The units.
+        recipe: What the recipe is called, as the subject of a sentence.
+
+    Raises: ConfigError: when it can convert none of them.
+    """
+    under_fsdp = _modules_under_fsdp(model, units)
+    reasons = {unit.name: why_not_linear(unit, under_fsdp) for unit in units}
+    convertible = [unit for unit in units if reasons[unit.name] is None]
+    if not convertible:
+        name, reason = next(iter(reasons.items()))
+        raise ConfigError(
+            "units",
+            [u.name for u in units][:3],
+            f"{recipe} convert plain linear layers, and {name} is none: {reason}.",
+            "Choose units that are linear layers.",
+        )
+    _warn_about_heads(model, convertible)
+    return convertible
 
 
 def why_not_linear(unit: Unit, under_fsdp: Container[int]) -> str | None:
@@ -53,7 +78,7 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def modules_under_fsdp(model: nn.Module, units: Sequence[Unit]) -> set[int]:
+def _modules_under_fsdp(model: nn.Module, units: Sequence[Unit]) -> set[int]:
     """Identities of the modules at or below one that FSDP2 manages; imports nothing for a model without DTensors."""
     if not any(is_dtensor(p) for unit in units for p in unit.parameters()):
         return set()
@@ -72,7 +97,7 @@ def _is_placed_by_fsdp(weight: Any) -> bool:
     return all(p.is_replicate() for p in outer) and inner.is_shard()
 
 
-def warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
+def _warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
     """Say once that a filter has caught the output head."""
     head = output_head(model)
     for unit in units:
@@ -81,5 +106,5 @@ def warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
                 f"units picks the output head ({unit.name}): its gradient is the largest of the model and is usually "
                 "kept in full precision. Narrow the filter if that was not meant.",
                 TrimtabWarning,
-                stacklevel=5,
+                stacklevel=6,
             )

@@ -1,4 +1,4 @@
-"""A linear layer whose backward reads its input from a stored copy, and the class that a converted layer takes on."""
+"""A linear layer whose backward reads its input from a stored copy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab.precision.stored_copy import decode
 
-__all__ = ["LinearFromStoredCopy", "converted_class", "give_back_class"]
+__all__ = ["LinearFromStoredCopy"]
 
 
 class LinearFromStoredCopy(torch.autograd.Function):
@@ -75,54 +75,3 @@ def _is_column_major(x: Tensor) -> bool:
 def _conv1d(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
     """The transposed linear layer of GPT-2, as transformers computes it."""
     return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])
-
-
-_converted_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def converted_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``base`` whose forward asks the switch. One per base, so that conversions of one model agree."""
-    if base not in _converted_classes:
-
-        def run(self: nn.Module, x: Tensor) -> Tensor:
-            switch = self.__dict__.get("_trimtab_switch")
-            # Reentrant checkpointing runs the forward of training without gradients, and recomputes it in backward; a
-            # route that is due must arrive before that. A parametrization (spectral norm) that came after conversion
-            # runs at each look at the weight and may change its state, so only the plain layer may look then.
-            if (
-                switch is not None
-                and "parametrizations" not in self._modules
-                and self.weight.requires_grad
-                and (torch.is_grad_enabled() or self.training)
-            ):
-                output = switch(self, x)
-                if output is not None:
-                    return output
-            return base.forward(self, x)
-
-        # The argument keeps the name it has in the plain layer, for those who pass it by name.
-        def forward_linear(self: nn.Module, input: Tensor) -> Tensor:
-            return run(self, input)
-
-        def forward_conv1d(self: nn.Module, x: Tensor) -> Tensor:
-            return run(self, x)
-
-        def reduce_as_plain(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-            # A pickled or copied layer is a plain layer: readable without trimtab, and steered by nothing.
-            state = {k: v for k, v in self.__dict__.items() if k != "_trimtab_switch"}
-            return object.__new__, (base,), state
-
-        forward = forward_linear if issubclass(base, nn.Linear) else forward_conv1d
-        _converted_classes[base] = type(
-            base.__name__,
-            (base,),
-            {"forward": forward, "__reduce_ex__": reduce_as_plain, "__module__": base.__module__},
-        )
-    return _converted_classes[base]
-
-
-def give_back_class(module: nn.Module) -> None:
-    """Undo ``module.__class__ = converted_class(...)``."""
-    # A wrapper that came later (FSDP2) has put its own class on top; without its switch ours is inert.
-    if type(module) in _converted_classes.values():
-        module.__class__ = type(module).__mro__[1]
