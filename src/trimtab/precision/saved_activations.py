@@ -44,7 +44,8 @@ class SavedActivations:
         low_bits: 2, 4, 8, or 16 for an unquantized copy in the activation's own dtype.
         high_bits: The same choices; at least ``low_bits``.
         rounding: To nearest with ties to even, or stochastic (unbiased) from a generator of its own, seeded by step,
-            micro-batch and layer, so that a forward recomputed by activation checkpointing stores the same codes.
+            micro-batch and layer, so that a forward recomputed by activation checkpointing stores the same codes. A
+            loop that calls parts of the model and not the model draws the same noise for each micro-batch of a step.
         seed: Seed of stochastic rounding; 0 or more.
 
     Raises: ConfigError: when a width, rounding or seed is none of these.

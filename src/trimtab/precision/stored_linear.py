@@ -57,6 +57,7 @@ class LinearFromStoredCopy(torch.autograd.Function):
             stored = decode(packed, scale, bits=ctx.bits, size=ctx.size, dtype=ctx.dtype)
             if ctx.corruption is not None:
                 channels, factor = ctx.corruption
+                channels = channels.to(stored.device)  # a replica of nn.DataParallel lives on another
                 stored[..., channels] = stored[..., channels] * factor
             stored = stored.reshape(-1, ctx.size)
             grad_weight = stored.t().mm(flat) if ctx.transposed else flat.t().mm(stored)
