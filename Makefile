@@ -28,8 +28,9 @@ bench: $(VENV)/.ready
 	$(PY) benchmarks/step.py
 	$(PY) benchmarks/memory.py
 
-# The README's picture, from the records of the last demo.
+# The README's picture, from the records of the last demo. Drawing it needs Chrome or Chromium on the machine.
 picture: $(VENV)/.ready
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[plots]'
 	$(PY) -m trimtab.experiments.picture runs/demo docs/demo.svg
 
 # constraints.txt pins torch, so that no other build of it is pulled in by a dependency.
