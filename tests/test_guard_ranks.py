@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import traceback
 import warnings
@@ -211,26 +209,9 @@ def scenario_fsdp_damping(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(start_ranks: Callable[[str, int], Path]) -> Path:
     """What the ranks left behind: all scenarios in one start, for starting takes longest."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * NUM_RANKS, "\n".join(outputs)
-    return folder
+    return start_ranks(__file__, NUM_RANKS)
 
 
 def results_of(scenario: str, folder: Path) -> list[dict[str, Any]]:

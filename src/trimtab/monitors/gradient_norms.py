@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _has_foreach_support
 
-from trimtab.monitors.sharded import clip_through_torch, is_sharded, sharded_norms
+from trimtab.monitors.sharded import clip_through_torch, sharded_norms
+from trimtab.precision.convertible import is_dtensor
 from trimtab.precision.units import Unit
 
 __all__ = ["GradientNorms", "NormReading"]
@@ -109,7 +110,7 @@ class GradientNorms:
             return NormReading(indices, torch.zeros(0), True)
         first = tensors[0]
         plain = all(
-            g.dtype == torch.float32 and g.device == first.device and not g.is_sparse and not is_sharded(g)
+            g.dtype == torch.float32 and g.device == first.device and not g.is_sparse and not is_dtensor(g)
             for g in tensors
         )
         return NormReading(indices, _stacked_norms(tensors, plain), plain)
@@ -170,16 +171,17 @@ class GradientNorms:
         Returns: The total norm before clipping, a tensor on the device.
         """
         with_grad = [self.parameters[i] for i in reading.indices]
+        sparse = any(p.grad is not None and p.grad.is_sparse for p in with_grad)
+        if not reading.plain and not sparse:
+            return clip_through_torch(with_grad, max_norm)
         total = self.total(reading)
-        if reading.plain:
-            torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
-        elif any(p.grad is not None and p.grad.is_sparse for p in with_grad):
+        if sparse:
             # torch has no norm of a sparse gradient, and refuses; its formula holds all the same.
             coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             for grad in (p.grad for p in with_grad if p.grad is not None):
                 grad.mul_(coefficient.to(grad.device))
         else:
-            return clip_through_torch(with_grad, max_norm)
+            torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
         return total
 
     @torch.no_grad()
@@ -196,7 +198,7 @@ def _stacked_norms(tensors: list[Tensor], plain: bool) -> Tensor:
         if _has_foreach_support(tensors, first.device):
             return torch.stack(list(torch._foreach_norm(tensors, 2.0)))
         return torch.stack([torch.linalg.vector_norm(g, 2.0) for g in tensors])
-    if any(is_sharded(g) for g in tensors):
+    if any(is_dtensor(g) for g in tensors):
         return sharded_norms(tensors)
     dense = [g.coalesce().values() if g.is_sparse else g for g in tensors]
     wide = [torch.linalg.vector_norm(g, 2.0, dtype=torch.float32 if g.dtype in _NARROW else None) for g in dense]

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["clip_through_torch", "is_sharded", "sharded_norms"]
+from trimtab.precision.convertible import is_dtensor
 
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor; asks no import of a run that has none."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+__all__ = ["clip_through_torch", "sharded_norms"]
 
 
 def sharded_norms(tensors: list[Tensor]) -> Tensor:
@@ -34,7 +31,7 @@ def sharded_norms(tensors: list[Tensor]) -> Tensor:
     groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for k, given in enumerate(tensors):
         tensor: Any = given  # a DTensor, of which torch is imported without
-        if not is_sharded(tensor):
+        if not is_dtensor(tensor):
             squares.append(torch.linalg.vector_norm(tensor, 2.0, dtype=torch.float32).double().square())
             continue
         if any(p.is_partial() for p in tensor.placements):
@@ -77,11 +74,11 @@ def clip_through_torch(parameters: Sequence[nn.Parameter], max_norm: float) -> T
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
         grad: Any = p.grad
-        by_mesh.setdefault(grad.device_mesh if is_sharded(grad) else None, []).append(p)
+        by_mesh.setdefault(grad.device_mesh if is_dtensor(grad) else None, []).append(p)
     norms: list[Any] = [
         torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()
     ]
-    norms = [n.full_tensor() if is_sharded(n) else n for n in norms]
+    norms = [n.full_tensor() if is_dtensor(n) else n for n in norms]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)

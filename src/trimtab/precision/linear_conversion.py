@@ -6,7 +6,8 @@ What a converted layer computes is up to the recipe, which derives from ``Linear
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trimtab.precision.units import Unit
 __all__ = ["LinearConversion", "as_autocast_would", "input_size"]
 
 
-class LinearConversion:
+class LinearConversion(ABC):
     """Base of the recipes that convert linear layers; see ``trimtab.precision.recipe.Conversion`` for what it offers.
 
     Args:
@@ -47,10 +48,11 @@ class LinearConversion:
             model.register_forward_hook(_ModelHook(self._end_forward), always_call=True),
         ]
 
+    @abstractmethod
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The output of a layer of unit ``index``, or None where the plain layer is to run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_forward(self) -> None:
         """A forward of the whole model is over."""
 
@@ -70,13 +72,6 @@ class LinearConversion:
             for module in unit.modules:
                 module.__dict__.pop("_trimtab_switch", None)
                 give_back_class(module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: random numbers are seeded from the step, and the route is the controller's."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
 
     def is_active(self, index: int) -> bool:
         """Whether unit ``index`` is on the recovery path now; asks for the route first, where one is due."""

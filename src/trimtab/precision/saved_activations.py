@@ -12,7 +12,7 @@ Only dW changes. What is kept between forward and backward is Q(X), packed, and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -119,6 +119,13 @@ class SavedActivationsConversion(LinearConversion):
         super().begin_step(step)
         self._shared.clear()
         self.heal()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: random numbers are seeded from the step, and the route is the controller's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take back."""
 
     def bits_in_force(self, index: int) -> int:
         """The width in which unit ``index`` keeps its input now; asks for the route first, where one is due."""
