@@ -80,10 +80,11 @@ def test_the_state_follows_the_norms_to_another_library():
 
 def test_a_decision_reads_no_value_back():
     # Tensors on the meta device have no values: whatever needs one raises.
-    for policy in (Policy(max_active=2), robust(), Policy(history="window", history_steps=3, history_clip=2)):
+    windowed = Policy(history="window", history_steps=3, history_clip=2)
+    for policy in (Policy(max_active=2), robust(), windowed, Policy(max_active=2, error_limit=0.3)):
         controller = policy.start(5, [True, True, True, False, True])
         for _ in range(3):
-            decision = controller.update(torch.empty(5, device="meta"))
+            decision = controller.update(torch.empty(5, device="meta"), torch.empty(5, device="meta"))
         assert decision.active.shape == (5,)
         assert decision.risk.device.type == "meta"
 
@@ -117,6 +118,18 @@ def test_a_wrong_number_of_norms_is_told_with_both_numbers():
     with pytest.raises(ValueError, match=r"shape \(3, 1\).*3 units"):
         controller.update(np.ones((3, 1)))
     assert controller.step == 0
+
+
+def test_a_wrong_number_of_errors_is_told_with_both_numbers():
+    # With and without a limit: one that counts nothing is a mistake all the same.
+    for policy in (Policy(error_limit=0.3), Policy(), MatchedRandom([1], seed=0)):
+        controller = policy.start(3)
+        for errors in ([0.1], np.ones(4), torch.ones(2)):
+            with pytest.raises(ValueError, match=rf"errors: got {len(errors)}, but there are 3 units"):
+                controller.update([1.0] * 3, errors)
+        assert controller.step == 0
+    with pytest.raises(ValueError, match=r"errors: got 1, .*3 units"):
+        ReferenceController(3, Policy()).update([1.0] * 3, [0.1])
 
 
 def test_changing_the_norms_or_a_decision_afterwards_leaves_the_state_alone():
@@ -219,6 +232,80 @@ def test_history_clip_waits_for_ten_norms_after_burn_in():
 def feed_and_return(controller, trace):
     feed(controller, trace)
     return controller
+
+
+# Channel errors
+
+
+def test_an_error_above_its_limit_is_a_risk_and_one_at_it_is_none():
+    decision = Controller(4, Policy(error_limit=0.3)).update([1.0] * 4, [0.6, 0.3, 0.31, 0.0])
+    assert decision.risk.tolist() == [2.0, 1.0, 0.31 / 0.3, 1 / 1.3]
+    assert decision.active.tolist() == [True, False, True, False]
+
+
+def test_an_error_that_is_not_known_adds_nothing():
+    for unknown in (np.nan, -0.5, -np.inf, None):
+        decision = Controller(2, Policy(error_limit=0.1)).update([1.0, 0.0], [unknown, unknown])
+        assert decision.risk.tolist() == [1 / 1.3, 0.0]
+
+
+def test_an_infinite_error_is_the_largest_risk_but_a_failed_norm_goes_first():
+    decision = Controller(3, Policy(error_limit=0.3, max_active=1)).update([1.0, np.nan, 1.0], [0.0, 0.0, np.inf])
+    assert decision.risk.tolist() == [1 / 1.3, np.inf, LARGEST]
+    assert decision.active.tolist() == [False, True, False]
+    assert decision.num_failed == 1
+
+
+def test_an_error_counts_where_the_norm_was_not_observed():
+    decision = Controller(2, Policy(error_limit=0.5)).update([0.0, 0.0], [1.0, 0.25])
+    assert decision.risk.tolist() == [2.0, 0.5]
+    assert decision.active.tolist() == [True, False]
+    assert decision.num_unobserved == 2
+    assert decision.scale.tolist() == [1.0, 1.0]
+
+
+def test_errors_count_before_act_from_step():
+    decision = feed(Controller(2, Policy(error_limit=0.5, act_from_step=9)), [[1.0, 1.0]])
+    assert decision.risk.tolist() == [0.0, 0.0]
+    decision = Controller(2, Policy(error_limit=0.5, act_from_step=9)).update([1.0, 1.0], [1.0, 0.1])
+    assert decision.active.tolist() == [True, False]
+
+
+def test_without_a_limit_errors_are_ignored():
+    decision = Controller(2, Policy()).update([1.0, 1.0], [np.inf, 5.0])
+    assert decision.risk.tolist() == [1 / 1.3] * 2
+
+
+def test_a_risk_by_the_error_alone_scales_no_gradient():
+    controller = Controller(3, Policy(error_limit=0.3))
+    controller.update([2.0, 2.0, 2.0])
+    # The first has grown a little, under its thresholds; the last one's norm is risky by itself.
+    decision = controller.update([2.5, 2.0, 16.0], [9.0, 0.0, 9.0])
+    assert (decision.risk > 1).tolist() == [True, False, True]
+    assert decision.scale.tolist() == [1.0, 1.0, 0.125]
+
+
+def test_errors_keep_a_lock_alive():
+    controller = Controller(1, Policy(error_limit=0.3, lock_steps=2))
+    locks = [int(controller.update([1.0], errors).lock[0]) for errors in ([0.5], [0.1], [0.5], [0.1], None, None)]
+    assert locks == [2, 1, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        np.array,
+        lambda values: np.array(values, np.float32),
+        lambda values: torch.tensor(values, dtype=torch.bfloat16),
+        lambda values: torch.tensor(values, requires_grad=True),
+        array_api_strict.asarray,
+    ],
+)
+@pytest.mark.parametrize("norms", [[1.0, 1.0], torch.ones(2), array_api_strict.asarray([1.0, 1.0])])
+def test_errors_of_every_kind_of_array_go_with_norms_of_any_other(norms, kind):
+    decision = Controller(2, Policy(error_limit=0.25)).update(norms, kind([0.5, 0.125]))
+    assert np.asarray(decision.risk).tolist() == [2.0, 1 / 1.3]
 
 
 # Units

@@ -39,7 +39,9 @@ policies = st.builds(
     history_clip=st.sampled_from([None, 1.0, 4.0]),
     burn_in_steps=st.integers(0, 4),
     act_from_step=st.integers(0, 4),
+    error_limit=st.one_of(st.none(), st.floats(0.1, 2.0), st.sampled_from([5e-324, LARGEST])),
 )
+errors = st.one_of(st.floats(0.0, 2.0), st.none(), st.sampled_from(NASTY), st.floats())
 
 
 @st.composite
@@ -51,6 +53,22 @@ def runs(draw, max_steps=25, least_units=1):
     return trace, draw(policies), recoverable
 
 
+@st.composite
+def runs_with_errors(draw, max_steps=25):
+    """Norms and channel errors of every step (None: no error is known), a policy, and which units are recoverable."""
+    trace, policy, recoverable = draw(runs(max_steps))
+    num_units = len(trace[0])
+    step_errors = st.one_of(st.none(), st.lists(errors, min_size=num_units, max_size=num_units))
+    return [(step_norms, draw(step_errors)) for step_norms in trace], policy, recoverable
+
+
+def as_array(library, step_errors):
+    """Errors as an array of ``library``, which has no None."""
+    if step_errors is None:
+        return None
+    return ARRAYS[library]([np.nan if error is None else error for error in step_errors])
+
+
 def assert_same(one, other):
     for name in SCORES + EXACT:
         np.testing.assert_array_equal(np.asarray(getattr(one, name)), np.asarray(getattr(other, name)), err_msg=name)
@@ -60,13 +78,13 @@ def through_json(state):
     return json.loads(json.dumps(state, allow_nan=False))
 
 
-@given(runs())
+@given(runs_with_errors())
 @settings(max_examples=150, deadline=None)
 def test_any_input_gives_a_valid_decision_within_the_budget(run):
     trace, policy, recoverable = run
-    controller = policy.start(len(trace[0]), recoverable)
-    for step_norms in trace:
-        decision = controller.update(step_norms)
+    controller = policy.start(len(trace[0][0]), recoverable)
+    for step_norms, step_errors in trace:
+        decision = controller.update(step_norms, step_errors)
         assert decision.active.sum() <= controller.budget
         assert not (decision.active & ~np.array(controller.recoverable)).any()
         assert not np.isnan(decision.risk).any()
@@ -84,32 +102,51 @@ def test_any_input_gives_a_valid_decision_within_the_budget(run):
 
 
 @pytest.mark.parametrize("library", ARRAYS)
-@given(run=runs())
+@given(run=runs_with_errors(), as_list=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_the_fast_form_equals_the_slow_truth_to_the_last_bit(library, run):
+def test_the_fast_form_equals_the_slow_truth_to_the_last_bit(library, run, as_list):
     trace, policy, recoverable = run
-    slow = ReferenceController(len(trace[0]), policy, recoverable)
-    fast = Controller(len(trace[0]), policy, recoverable)
-    for step_norms in trace:
-        assert_same(slow.update(step_norms), fast.update(ARRAYS[library](step_norms)))
+    slow = ReferenceController(len(trace[0][0]), policy, recoverable)
+    fast = Controller(len(trace[0][0]), policy, recoverable)
+    for step_norms, step_errors in trace:
+        given_errors = step_errors if as_list else as_array(library, step_errors)
+        assert_same(slow.update(step_norms, step_errors), fast.update(ARRAYS[library](step_norms), given_errors))
     assert slow.state_dict() == fast.state_dict()
 
 
-@given(runs(), st.data())
+@given(runs_with_errors())
+@settings(max_examples=80, deadline=None)
+def test_errors_change_neither_what_is_remembered_nor_what_is_damped(run):
+    trace, policy, recoverable = run
+    with_errors, without = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
+    for step_norms, step_errors in trace:
+        a, b = with_errors.update(step_norms, step_errors), without.update(step_norms)
+        for name in ("gnmr", "delta", "scale"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+        assert (a.risk >= b.risk).all()
+        if policy.error_limit is None or step_errors is None:
+            np.testing.assert_array_equal(a.risk, b.risk)
+    routed = {"active", "lock"}
+    memories = zip(with_errors.state_dict()["units"].values(), without.state_dict()["units"].values(), strict=True)
+    for one, other in memories:
+        assert {k: v for k, v in one.items() if k not in routed} == {k: v for k, v in other.items() if k not in routed}
+
+
+@given(runs_with_errors(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_save_and_load_at_any_step_equals_an_uninterrupted_run(run, data):
     trace, policy, recoverable = run
     at = data.draw(st.integers(0, len(trace)))
-    whole, resumed = (policy.start(len(trace[0]), recoverable) for _ in range(2))
-    first = policy.start(len(trace[0]), recoverable)
-    for step_norms in trace[:at]:
-        whole.update(step_norms)
-        first.update(step_norms)
+    whole, resumed = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
+    first = policy.start(len(trace[0][0]), recoverable)
+    for step_norms, step_errors in trace[:at]:
+        whole.update(step_norms, step_errors)
+        first.update(step_norms, step_errors)
     resumed.load_state_dict(through_json(first.state_dict()))
     np.testing.assert_array_equal(resumed.active, whole.active)
     assert resumed.step == whole.step
-    for step_norms in trace[at:]:
-        assert_same(resumed.update(step_norms), whole.update(step_norms))
+    for step_norms, step_errors in trace[at:]:
+        assert_same(resumed.update(step_norms, step_errors), whole.update(step_norms, step_errors))
     assert resumed.state_dict() == whole.state_dict()
 
 

@@ -33,6 +33,7 @@ BAD_SETTINGS = [
     *[("burn_in_steps", value) for value in (-1, 0.5)],
     *[("act_from_step", value) for value in (-1, 0.5)],
     *[("damping", value) for value in (1, None, "yes")],
+    *[("error_limit", value) for value in (0, -0.3, NAN, math.inf, True, "0.3")],
 ]
 
 
@@ -63,6 +64,7 @@ def test_the_names_and_defaults_are_the_contract():
     assert {item.name: item.default for item in dataclasses.fields(Policy)} == {
         "alpha": 1.5,
         "beta": 1.3,
+        "error_limit": None,
         "window_steps": 10,
         "lock_steps": 1,
         "max_active": 4,
@@ -295,6 +297,17 @@ def test_matched_random_scores_as_gnmr_does():
         a, b = random.update(norms), gnmr.update(norms)
         for name in ("gnmr", "delta", "risk", "scale"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+def test_matched_random_scores_errors_but_chooses_by_none():
+    trace = np.random.default_rng(0).random((12, 4))
+    policy = MatchedRandom([2] * 12, 0, scores=Policy(error_limit=0.3))
+    assert policy.error_limit == 0.3
+    told, untold = policy.start(4), policy.start(4)
+    for errors in trace:
+        a, b = told.update([1.0] * 4, errors), untold.update([1.0] * 4)
+        np.testing.assert_array_equal(a.risk, np.maximum(b.risk, errors / 0.3))
+        np.testing.assert_array_equal(a.active, b.active)
 
 
 def test_matched_random_says_once_that_its_counts_ran_out():

@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,14 +170,18 @@ def test_skipped_steps_may_share_the_number_of_an_observed_one(open_writer, tmp_
 
 def test_units_of_earlier_segments_are_matched_by_name(open_writer, tmp_path):
     with open_writer(units=("a", "b", "c")) as writer:
-        writer.write_step(StepRow(step=1, norms=[1, 2, 3], active=[True, False, True], lock=[1, 2, 3], risk=[1, 2, 3]))
+        row = StepRow(step=1, norms=[1, 2, 3], active=[True, False, True], lock=[1, 2, 3], risk=[1, 2, 3])
+        writer.write_step(replace(row, quantizer={"amax": [10, 20, 30]}))
     with open_writer(units=("c", "new", "a"), start_step=1) as writer:
-        writer.write_step(StepRow(step=2, norms=[30, 40, 10], active=[False, True, False], lock=[7, 8, 9]))
+        row = StepRow(step=2, norms=[30, 40, 10], active=[False, True, False], lock=[7, 8, 9], errors=[0.3, 0.4, 0.1])
+        writer.write_step(row)
     with open_run(tmp_path / "run") as run:
         table = run.steps()
         assert run.units == table.units == ("c", "new", "a")
     np.testing.assert_array_equal(table.norms, [[3, np.nan, 1], [30, 40, 10]])
     np.testing.assert_array_equal(table.risk, [[3, np.nan, 1], [np.nan] * 3])
+    np.testing.assert_array_equal(table.errors, [[np.nan] * 3, [0.3, 0.4, 0.1]])
+    np.testing.assert_array_equal(table.amax, [[30, np.nan, 10], [np.nan] * 3])
     assert table.known.tolist() == [[True, False, True], [True, True, True]]
     assert table.active.tolist() == [[True, False, True], [False, True, False]]
     assert table.lock.tolist() == [[3, 0, 1], [7, 8, 9]]

@@ -26,6 +26,15 @@ def _norms(num_steps, seed=0, num_units=4):
     return norms
 
 
+def _errors(num_steps, seed=0, num_units=4):
+    """Channel errors with faults, broken operands and gaps; None where nothing is known in a step."""
+    rng = np.random.default_rng(100 + seed)
+    errors = 0.1 + 0.3 * rng.random((num_steps, num_units)) ** 4
+    for value in (np.nan, np.inf, 0.8):
+        errors[rng.random(errors.shape) < 0.1] = value
+    return [None if rng.random() < 0.1 else step_errors for step_errors in errors]
+
+
 def _row(step, norms, decision, **changes):
     values = {name: getattr(decision, name) for name in ("gnmr", "delta", "risk", "active", "lock", "alpha", "beta")}
     return StepRow(step=step, norms=norms, **(values | changes))
@@ -40,9 +49,11 @@ def _assert_exact(run, policy=None):
     np.testing.assert_array_equal(made.steps.active, table.active[observed])
     np.testing.assert_array_equal(made.steps.lock, table.lock[observed])
     for name in ("gnmr", "delta", "risk"):
-        # Recorded in float32: one rounding apart.
-        recorded = getattr(table, name)[observed]
-        np.testing.assert_allclose(recorded, getattr(made.steps, name), rtol=2**-23)
+        # Recorded in float32: one rounding apart, and what is finite stays finite.
+        recorded, largest = getattr(table, name)[observed], float(np.finfo(np.float32).max)
+        replayed = getattr(made.steps, name)
+        replayed = np.where(np.isinf(replayed), replayed, np.minimum(replayed, largest))
+        np.testing.assert_allclose(recorded, replayed, rtol=2**-23)
     return made
 
 
@@ -92,6 +103,32 @@ def test_replay_is_exact_across_a_resume_in_the_middle(cut, end, how, seed, wind
     with open_run(folder) as run:
         assert run.num_steps == cut + 20
         _assert_exact(run)
+
+
+@pytest.mark.parametrize("kind", ["robust", "mean"])
+def test_replay_with_recorded_errors_is_exact_across_a_resume(kind, tmp_path):
+    policy = Policy(max_active=2, lock_steps=2, error_limit=0.3)
+    if kind == "robust":
+        policy = robust(burn_in_steps=5, act_from_step=8, max_active=1, error_limit=0.3)
+    settings_ = {"config": {"policy": policy.to_dict()}, "units": UNITS}
+    norms, errors = _norms(80), _errors(80)
+    saved = policy.start(NAMES, MASK).state_dict()
+    for first, last in ((1, 40), (31, 80)):
+        controller = policy.start(NAMES, MASK)
+        controller.load_state_dict(saved)
+        with RunWriter(tmp_path, **settings_, start_step=first - 1) as writer:
+            for step in range(first, last + 1):
+                norm, error = norms[step - 1], errors[step - 1]
+                writer.write_step(_row(step, norm, controller.update(norm, error), errors=error))
+                if step == 30:
+                    saved = controller.state_dict()
+    with open_run(tmp_path) as run:
+        made = _assert_exact(run)
+        assert run.config["policy"]["error_limit"] == 0.3
+        given = np.array([np.full(4, np.nan) if error is None else error for error in errors])
+        np.testing.assert_array_equal(made.steps.errors, given)
+        # The errors did decide: without a limit other units would have been chosen.
+        assert replay(run, dataclasses.replace(policy, error_limit=None)).num_different > 0
 
 
 def test_replay_is_exact_when_a_resume_brings_other_units(tmp_path):

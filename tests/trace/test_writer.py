@@ -32,6 +32,8 @@ def test_every_value_comes_back_as_it_was_written(open_writer, tmp_path):
         risk=[1.25, 0.0, math.inf],
         active=[True, False, True],
         lock=[3, 0, 300],
+        errors=[0.1, math.nan, math.inf],
+        quantizer={"flushed_share": [0.5, math.nan, 1.0], "saturated_share": [0.0, 0.25, 0.0], "amax": [1e300, 0, 448]},
         loss=2.25,
         lr=1e-4,
         grad_norm=math.inf,
@@ -53,6 +55,10 @@ def test_every_value_comes_back_as_it_was_written(open_writer, tmp_path):
         assert table.risk.tolist() == [[1.25, 0.0, math.inf]]
         assert table.active.tolist() == [[True, False, True]]
         assert table.lock.tolist() == [[3, 0, 300]]
+        np.testing.assert_array_equal(table.errors, [[0.1, math.nan, math.inf]])
+        np.testing.assert_array_equal(table.flushed_share, [[0.5, math.nan, 1.0]])
+        assert table.saturated_share.tolist() == [[0.0, 0.25, 0.0]]
+        assert table.amax.tolist() == [[float(np.finfo(np.float32).max), 0.0, 448.0]]
         assert table.known.all()
         for name in ("loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s"):
             assert getattr(table, name).tolist() == [getattr(row, name)], name
@@ -70,18 +76,21 @@ def test_every_value_comes_back_as_it_was_written(open_writer, tmp_path):
     norms=npst.arrays(np.float64, npst.array_shapes(min_dims=2, max_dims=2, max_side=9)),
     data=st.data(),
 )
-def test_norms_come_back_bit_for_bit(norms, data, tmp_path_factory):
+def test_norms_and_errors_come_back_bit_for_bit(norms, data, tmp_path_factory):
     num_steps, num_units = norms.shape
     folder = tmp_path_factory.mktemp("run")
     active = data.draw(npst.arrays(np.bool_, norms.shape))
     lock = data.draw(npst.arrays(np.int64, norms.shape, elements=st.integers(0, 2**62)))
+    errors = data.draw(npst.arrays(np.float64, norms.shape))
     with RunWriter(folder, config={}, units=[{"name": f"u{i}"} for i in range(num_units)]) as writer:
         for step in range(num_steps):
-            writer.write_step(StepRow(step=step + 1, norms=norms[step], active=active[step], lock=lock[step]))
+            row = {"norms": norms[step], "active": active[step], "lock": lock[step], "errors": errors[step]}
+            writer.write_step(StepRow(step=step + 1, **row))
     with open_run(folder) as run:
         table = run.steps()
     # NaN payloads and the sign of zero count too, so bytes are compared.
     assert table.norms.tobytes() == norms.tobytes()
+    assert table.errors.tobytes() == errors.tobytes()
     assert np.array_equal(table.active, active)
     assert np.array_equal(table.lock, lock)
 
@@ -107,14 +116,28 @@ def test_a_nan_loss_is_told_apart_from_no_loss(open_writer, row, tmp_path):
         assert np.isnan(run.steps().loss).all()
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"errors": [0.1]}, r"errors of step 1 has shape \(1,\), the record has 3 units"),
+        ({"quantizer": {"amax": [1.0] * 4}}, r"amax of step 1 has shape \(4,\), the record has 3 units"),
+        ({"quantizer": {"flushed": [1.0] * 3}}, r"'flushed', the record keeps flushed_share, saturated_share, amax"),
+    ],
+)
+def test_quantizer_values_that_do_not_fit_the_record_are_refused(values, message, open_writer):
+    with open_writer() as writer, pytest.raises(ValueError, match=message):
+        writer.write_step(StepRow(step=1, **values))
+
+
 def test_rows_are_copied_so_that_the_caller_may_reuse_its_arrays(open_writer, tmp_path):
     norms, extra = np.ones(3), {"raised": {"on": ["q"]}}
     with open_writer() as writer:
-        writer.write_step(StepRow(step=1, norms=norms, extra=extra))
+        writer.write_step(StepRow(step=1, norms=norms, errors=norms, quantizer={"amax": norms}, extra=extra))
         norms[:] = 9
         extra["raised"]["on"].append("k")
     with open_run(tmp_path / "run") as run:
-        assert run.steps().norms.tolist() == [[1, 1, 1]]
+        for name in ("norms", "errors", "amax"):
+            assert getattr(run.steps(), name).tolist() == [[1, 1, 1]]
         assert run.steps().extra == ({"raised": {"on": ["q"]}},)
 
 

@@ -1,4 +1,4 @@
-"""Which units take the recovery path next: arrays of gradient norms in, a decision out. No torch, no I/O, no clock.
+"""Which units take the recovery path next: arrays of norms and errors in, a decision out. No torch, no I/O, no clock.
 
 A *policy* holds settings and starts a *controller*; the controller turns each step's norms into a ``Decision``.
 
@@ -11,10 +11,12 @@ Words:
     history: What a unit's norms were so far, in one number, the mean.
     GNMR: Gradient-norm-to-mean ratio, norm / mean of the history before it.
     Delta: GNMR / mean of the unit's last ``window_steps`` GNMR values.
-    risk: max(GNMR/alpha, Delta/beta). A unit with a risk above 1 is risky.
+    channel error: What the unit's quantizer lost of its operand, |x - q(x)| / |x| averaged over the input channels.
+        NaN = not known. It is seen by the precision path, not in the gradients.
+    risk: max(GNMR/alpha, Delta/beta), and error/error_limit where a limit is set. A unit with a risk above 1 is risky.
     active set: The units on the recovery path in the next step. Never more than the budget, whatever the norms.
     lock: For how many more decisions a unit stays a candidate without being risky.
-    damping: Scaling a risky unit's gradient down in the step itself.
+    damping: Scaling a unit's gradient down in the step itself, where its norm is risky.
 
 Source: Kong et al. 2026, Algorithms 1 and 2.
 

@@ -70,13 +70,13 @@ def place_of(array: Array) -> Place:
     return Place(array_namespace(array), device(array))
 
 
-def to_array(norms: Array | Sequence[float | None]) -> Array:
-    """``norms`` as an array: arrays as they are, a list (None = not observed) through NumPy."""
-    if is_torch_array(norms):
-        return norms.detach()  # the state would keep every step's graph alive otherwise
-    if is_array_api_obj(norms):
-        return norms
-    return np.asarray([0.0 if norm is None else norm for norm in norms], dtype=np.float64)
+def to_array(values: Array | Sequence[float | None], missing: float = 0.0) -> Array:
+    """``values`` as an array: arrays as they are, a list through NumPy, with ``missing`` for each None."""
+    if is_torch_array(values):
+        return values.detach()  # the state would keep every step's graph alive otherwise
+    if is_array_api_obj(values):
+        return values
+    return np.asarray([missing if value is None else value for value in values], dtype=np.float64)
 
 
 def to_numpy(array: Array) -> np.ndarray[Any, Any]:

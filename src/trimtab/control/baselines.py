@@ -66,6 +66,11 @@ class MatchedRandom:
         """As ``scores`` has it, so that both sides of a comparison damp alike."""
         return self.scores.damping
 
+    @property
+    def error_limit(self) -> float | None:
+        """As ``scores`` has it, so that both sides of a comparison measure their quantizers alike."""
+        return self.scores.error_limit
+
     def budget(self, num_recoverable: int) -> int:
         """The most units that may be active at once, of ``num_recoverable``."""
         return min(self.max_active, num_recoverable)
@@ -149,13 +154,15 @@ class RandomController:
         """The most units that are ever active at once."""
         return self._policy.budget(len(self._candidates))
 
-    def update(self, norms: Array | Sequence[float | None]) -> Decision:
-        """Choose the next step's active set at random, and score the norms; see ``Controller.update``.
+    def update(
+        self, norms: Array | Sequence[float | None], errors: Array | Sequence[float | None] | None = None
+    ) -> Decision:
+        """Choose the next step's active set at random, and score norms and errors; see ``Controller.update``.
 
         Raises:
-            ValueError: when the number of norms is not the number of units.
+            ValueError: when the number of norms, or of errors, is not the number of units.
         """
-        scored = self._scorer.update(norms)
+        scored = self._scorer.update(norms, errors)
         self._active = np.zeros(len(self.units), dtype=np.bool_)
         random = np.random.default_rng((self._policy.seed, scored.step))
         self._active[random.choice(self._candidates, size=self._count(scored.step), replace=False)] = True

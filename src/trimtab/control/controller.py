@@ -25,8 +25,9 @@ __all__ = ["Controller"]
 class Controller:
     """Score every unit's gradient norm, and choose the units that take the recovery path in the next step.
 
-    Deterministic: the same norms give the same decisions on every rank and after every resume. The state is float64,
-    and lives in the namespace and on the device of the norms last given; a device without float64 cannot hold it.
+    Deterministic: the same norms and channel errors give the same decisions on every rank and after every resume. The
+    state is float64, and lives in the namespace and on the device of the norms last given; a device without float64
+    cannot hold it.
     ``update`` reads no value back, so on an accelerator it waits for nothing.
 
     Args:
@@ -100,21 +101,30 @@ class Controller:
         """The most units that are ever active at once."""
         return self._budget
 
-    def update(self, norms: Array | Sequence[float | None]) -> Decision:
+    def update(
+        self, norms: Array | Sequence[float | None], errors: Array | Sequence[float | None] | None = None
+    ) -> Decision:
         """Take the decision of one optimizer step.
 
-        Whatever the norms are, the answer is a valid decision within the budget.
+        Whatever the norms and errors are, the answer is a valid decision within the budget.
+
+        An error is a risk of its own: it counts in full where the norm was not observed, and before ``act_from_step``,
+        for it needs no history. It changes neither history nor damping.
 
         Args:
             norms: L2 norm of each unit's gradient before clipping, after unscaling and accumulation. Shape (units,),
                 any real dtype, widened to float64. 0, or None in a list, = not observed; NaN, infinite or
                 negative = failed.
+            errors: Channel error of each unit's low-cost path, from 0; +inf = a non-finite operand, and a risk of the
+                largest finite double (+inf is kept for failed norms). Shape (units,). NaN, negative, or None in a
+                list, = not known, adds nothing. Ignored while the policy has no ``error_limit``. Errors that live
+                elsewhere than the norms are copied to them.
 
         Returns:
             The scores of this step and the active set of the next.
 
         Raises:
-            ValueError: when the number of norms is not the number of units.
+            ValueError: when the number of norms, or of errors, is not the number of units.
 
         Source: Kong et al. 2026, Algorithms 1 and 2.
 
@@ -124,16 +134,18 @@ class Controller:
             >>> int(decision.active.sum()) <= controller.budget, decision.num_failed
             (True, 2)
         """
-        norms = to_array(norms)
-        if norms.shape != (len(self._units),):
-            got = norms.shape[0] if len(norms.shape) == 1 else f"an array of shape {tuple(norms.shape)}"
-            raise ValueError(f"norms: got {got}, but there are {len(self._units)} units. Pass one norm a unit.")
+        norms = self._one_a_unit("norms", to_array(norms))
+        if errors is not None:
+            errors = self._one_a_unit("errors", to_array(errors, missing=float("nan")))
         if not self._place.is_home_of(norms):
             self._move_to(place_of(norms))
+        if errors is not None and not self._place.is_home_of(errors):
+            errors = self._place.floats(to_numpy(place_of(errors).widen(errors)))
         step = self._step + 1
         alpha, beta = self._threshold("alpha", step), self._threshold("beta", step)
         with np.errstate(all="ignore"):  # an overflow is clamped below; other libraries do not speak of it
-            return self._decide(self._place.widen(norms), step, alpha, beta)
+            wide = None if errors is None else self._place.widen(errors)
+            return self._decide(self._place.widen(norms), wide, step, alpha, beta)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on bit for bit, as plain values that JSON takes; waits for the device.
@@ -173,7 +185,7 @@ class Controller:
         self._thresholds = {"alpha": memory.alpha, "beta": memory.beta}
         return report
 
-    def _decide(self, norms: Array, step: int, alpha: float, beta: float) -> Decision:
+    def _decide(self, norms: Array, errors: Array | None, step: int, alpha: float, beta: float) -> Decision:
         place, policy, xp = self._place, self._policy, self._place.xp
         seen = observe(norms, place)
         scores = score(self._history, seen, place)
@@ -181,12 +193,17 @@ class Controller:
         if step > policy.act_from_step:
             judged = xp.maximum(scores.gnmr / place.number(alpha), scores.delta / place.number(beta))
             risk = xp.where(seen.observed, xp.minimum(judged, place.largest), risk)
+        # Before errors come in: they say nothing about how large the gradient should have been.
+        overgrown = (risk > place.one) & seen.observed
+        if errors is not None and policy.error_limit is not None:
+            error_risk = xp.minimum(errors / place.number(policy.error_limit), place.largest)
+            risk = xp.maximum(risk, xp.where(errors >= place.zero, error_risk, place.zero))
         risky = risk > place.one
         candidates = (risky | (self._lock > 0)) & self._can_recover
         active = select_active(risk, candidates, self._budget, place)
         mean = self._history.mean
         # Only where it is used: a mean of 0 is no history, and says nothing about how far to scale.
-        damped = risky & seen.observed & (mean > place.zero)
+        damped = overgrown & (mean > place.zero)
         scale = xp.minimum(mean / xp.where(damped, seen.norms, place.one), place.one)
         scale = xp.where(damped, scale, xp.where(seen.failed, place.zero, place.one))
         no_score = xp.where(seen.failed, place.inf, place.nan)
@@ -205,6 +222,15 @@ class Controller:
             alpha=alpha,
             beta=beta,
         )
+
+    def _one_a_unit(self, name: str, values: Array) -> Array:
+        """``values``, if there is one for each unit."""
+        if values.shape != (len(self._units),):
+            got = values.shape[0] if len(values.shape) == 1 else f"an array of shape {tuple(values.shape)}"
+            raise ValueError(
+                f"{name}: got {got}, but there are {len(self._units)} units. Pass one {name.removesuffix('s')} a unit."
+            )
+        return values
 
     def _threshold(self, name: str, step: int) -> float:
         """The threshold at ``step``; the last valid one, and one warning, where a schedule has none."""

@@ -37,6 +37,7 @@ def robust(
     history_clip: float | None = 4.0,
     burn_in_steps: int | None = None,
     act_from_step: int | None = None,
+    error_limit: float | None = None,
     damping: bool = False,
 ) -> Policy:
     """The settings to train with: an exponential mean, clipped updates, and quiet while healthy.
@@ -56,6 +57,7 @@ def robust(
         history_clip: See ``Policy``.
         burn_in_steps: None for max(20, ``warmup_steps``).
         act_from_step: None for ``burn_in_steps`` + 20.
+        error_limit: See ``Policy``; which one is right depends on the recipe's number format.
         damping: See ``Policy``.
 
     Raises:
@@ -81,6 +83,7 @@ def robust(
         history_clip=history_clip,
         burn_in_steps=burn_in,
         act_from_step=burn_in + _LEARNING if act_from_step is None else act_from_step,
+        error_limit=error_limit,
         damping=damping,
     )
     if total_steps is not None:

@@ -41,8 +41,10 @@ class ControllerLike(Protocol):
         """The most units that are ever active at once."""
         ...
 
-    def update(self, norms: Array | Sequence[float | None]) -> Decision:
-        """Decide the next step's active set from this step's norms, shape (units,)."""
+    def update(
+        self, norms: Array | Sequence[float | None], errors: Array | Sequence[float | None] | None = None
+    ) -> Decision:
+        """Decide the next step's active set from this step's norms and, where known, channel errors; shape (units,)."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

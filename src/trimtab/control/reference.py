@@ -56,14 +56,18 @@ class ReferenceController:
         self.step = 0
         self.memories = [UnitMemory() for _ in self.units]
 
-    def update(self, norms: Sequence[float]) -> Decision:
+    def update(self, norms: Sequence[float], errors: Sequence[float | None] | None = None) -> Decision:
         """Take the decision of one optimizer step; see ``Controller.update``."""
         if len(norms) != len(self.units):
             raise ValueError(f"norms: got {len(norms)}, but the controller has {len(self.units)} units.")
+        if errors is None:
+            errors = [None] * len(self.units)
+        if len(errors) != len(self.units):
+            raise ValueError(f"errors: got {len(errors)}, but the controller has {len(self.units)} units.")
         self.step += 1
         alpha, beta = self.policy.thresholds(self.step)
         gnmr, delta, risk, scale = [], [], [], []
-        for memory, norm in zip(self.memories, map(float, norms), strict=True):
+        for memory, norm, error in zip(self.memories, map(float, norms), errors, strict=True):
             if is_failed(norm):
                 unit_gnmr = unit_delta = unit_risk = math.inf
                 unit_scale = 0.0
@@ -78,7 +82,8 @@ class ReferenceController:
                 remember(memory, norm, unit_gnmr, self.policy)
             gnmr.append(unit_gnmr)
             delta.append(unit_delta)
-            risk.append(unit_risk)
+            # Only here: damping went by what the norm alone says, the choice of units goes by the greater of the two.
+            risk.append(max(unit_risk, error_risk_of(error, self.policy)))
             scale.append(unit_scale)
         chosen = choose(risk, self.memories, self.recoverable, self.budget)
         for unit, memory in enumerate(self.memories):
@@ -132,6 +137,13 @@ def risk_of(gnmr: float, delta: float, alpha: float, beta: float, step: int, pol
     if step <= policy.act_from_step:
         return 0.0
     return min(max(gnmr / alpha, delta / beta), LARGEST)
+
+
+def error_risk_of(error: float | None, policy: Policy) -> float:
+    """The channel error in units of its limit; 0 where it is not known, or nothing limits it."""
+    if policy.error_limit is None or error is None or not error >= 0:  # not `error < 0`: NaN is not known either
+        return 0.0
+    return min(float(error) / policy.error_limit, LARGEST)  # +inf is kept for failed norms
 
 
 def remember(memory: UnitMemory, norm: float, gnmr: float, policy: Policy) -> None:

@@ -7,13 +7,13 @@ Words:
     row: One optimizer step. Its active set is decided from its own norms, and routes the step after it.
     event: A fault, an alarm, a switch, a gap, at a step and a place.
     gap: Steps that could not be written, and are marked as lost.
-    replay: The decisions of a policy, taken again from the recorded norms.
+    replay: The decisions of a policy, taken again from the recorded norms and channel errors.
 """
 
 from trimtab.trace.find import find_runs
 from trimtab.trace.reader import Run, open_run
 from trimtab.trace.replay import Replay, replay
-from trimtab.trace.rows import Event, StepRow, UnitRow
+from trimtab.trace.rows import QUANTIZER_COLUMNS, Event, StepRow, UnitRow
 from trimtab.trace.schema import SCHEMA_VERSION, EventKind, record_path
 from trimtab.trace.segments import Segment
 from trimtab.trace.summary import RunSummary, summarize
@@ -21,6 +21,7 @@ from trimtab.trace.table import StepTable
 from trimtab.trace.writer import RunWriter
 
 __all__ = [
+    "QUANTIZER_COLUMNS",
     "SCHEMA_VERSION",
     "Event",
     "EventKind",

@@ -1,7 +1,7 @@
 """How arrays and settings become columns of the record, and back.
 
-Norms are kept exactly, because replay starts from them. Scores follow from the norms, so float32 is enough for them:
-they are there to be looked at.
+Norms and channel errors are kept exactly, because replay starts from them. Scores follow from these, so float32 is
+enough for them: they are there to be looked at.
 """
 
 from __future__ import annotations

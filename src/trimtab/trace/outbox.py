@@ -22,7 +22,7 @@ RETRY_INTERVAL_S = 1.0
 MAX_WAITING_ROWS = 10_000
 MAX_WAITING_BYTES = 32 * 2**20
 PATIENCE_S = 1.0
-_BYTES_PER_UNIT = 41  # four float64, an int64 and a bool
+_BYTES_PER_UNIT = 73  # eight float64, an int64 and a bool
 
 
 class Outbox:

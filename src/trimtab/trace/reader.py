@@ -15,7 +15,15 @@ from trimtab.trace.rescue import rescue
 from trimtab.trace.rows import Event, UnitRow
 from trimtab.trace.schema import connect_read_only, record_path, refusal, require_record
 from trimtab.trace.segments import Segment, count_live_rows, live_segment, live_where, read_segments
-from trimtab.trace.table import COLUMNS, DamagedRowError, RawRow, StepTable, TableBuilder, decode_row, meeting_damage
+from trimtab.trace.table import (
+    DamagedRowError,
+    RawRow,
+    StepTable,
+    TableBuilder,
+    decode_row,
+    meeting_damage,
+    selected_columns,
+)
 
 __all__ = ["Run", "open_run"]
 
@@ -245,9 +253,10 @@ class Run:
 
 def _rows(connection: sqlite3.Connection, segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, RawRow]]:
     with meeting_damage():  # of the rows; what their taker raises does not come by here
+        names = selected_columns(connection)
         for segment in segments:
             for columns in connection.execute(
-                f"SELECT {', '.join(COLUMNS)} FROM steps WHERE {live_where(segment)} ORDER BY step, id"
+                f"SELECT {names} FROM steps WHERE {live_where(segment)} ORDER BY step, id"
             ):
                 yield segment, decode_row(columns, len(segment.units))
 

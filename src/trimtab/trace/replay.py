@@ -1,4 +1,4 @@
-"""What a policy would have decided on the norms of a recorded run."""
+"""What a policy would have decided on the norms and channel errors of a recorded run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Replay:
 
 
 def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) -> Replay:
-    """Take a run's decisions again from its recorded norms, with its own policy or another.
+    """Take a run's decisions again from its recorded norms and channel errors, with its own policy or another.
 
     A set routed by hand changes what ran, and so the norms, but no decision: it is in the row of the step that ran
     under it, as ``extra["routed_by_hand"]``, and replay passes it over.
@@ -108,10 +108,13 @@ class _Player:
         for name in ("alpha", "beta"):
             if not np.isnan(row.scalars[name]):
                 self._in_force[name] = row.scalars[name]
-        for key, words in (("raised", "risks raised by alarms"), ("errors", "channel errors")):
-            if row.extra and row.extra.get(key):
-                self._note(f"Some steps hold {words}, which this replay leaves out; decisions may differ.")
-        decision = self._controller.update(row.norms)
+        if row.extra and row.extra.get("raised"):
+            self._note("Some steps hold risks raised by alarms, which this replay leaves out; decisions may differ.")
+        if row.errors is None and getattr(self._policy, "error_limit", None) is not None:
+            self._note(
+                "Some steps hold no channel errors for the policy's error_limit; they were judged by norms alone."
+            )
+        decision = self._controller.update(row.norms, row.errors)
         scalars = row.scalars | {"alpha": float(decision.alpha), "beta": float(decision.beta)}
         made = dataclasses.replace(
             row,

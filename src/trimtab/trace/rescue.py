@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trimtab.errors import RecordError
 from trimtab.trace.schema import DDL, refusal, require_record
-from trimtab.trace.table import COLUMNS, DamagedRowError, decode_row
+from trimtab.trace.table import COLUMNS, DamagedRowError, decode_row, selected_columns
 
 __all__ = ["rescue"]
 
@@ -77,7 +77,7 @@ def _copy_rows(source: sqlite3.Connection, memory: sqlite3.Connection) -> bool:
     columns = ", ".join(COLUMNS)
     whole = True
     try:
-        for row in source.execute(f"SELECT {columns} FROM steps NOT INDEXED ORDER BY id"):
+        for row in source.execute(f"SELECT {selected_columns(source)} FROM steps NOT INDEXED ORDER BY id"):
             decode_row(row, num_units[row[0]])
             memory.execute(f"INSERT INTO steps ({columns}) VALUES ({', '.join('?' * len(row))})", row)
     except (sqlite3.DatabaseError, DamagedRowError, KeyError, UnicodeDecodeError, MemoryError):

@@ -8,7 +8,10 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-__all__ = ["Event", "StepRow", "UnitRow"]
+__all__ = ["QUANTIZER_COLUMNS", "Event", "StepRow", "UnitRow"]
+
+QUANTIZER_COLUMNS = ("flushed_share", "saturated_share", "amax")
+"""What the record keeps of the quantizers beside the channel error: the keys of ``StepRow.quantizer``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,7 @@ class UnitRow:
 class StepRow:
     """What was observed in one optimizer step, and the decision taken from it.
 
-    The active set is the one decided from *this* step's norms: it routes the next step.
+    The active set is the one decided from *this* step's norms and errors: it routes the next step.
     """
 
     step: int
@@ -51,6 +54,10 @@ class StepRow:
     """Shape (units,), bool. The units on the recovery path in the next step."""
     lock: ArrayLike | None = None
     """Shape (units,), integers >= 0. Steps for which a unit stays a candidate."""
+    errors: ArrayLike | None = None
+    """Shape (units,). Channel errors, kept exactly: replay starts from them too. NaN = not known. None: none is."""
+    quantizer: Mapping[str, ArrayLike] | None = None
+    """What else the quantizers say, by ``QUANTIZER_COLUMNS``; each of shape (units,), NaN = not known."""
     alpha: float | None = None
     """Threshold of GNMR in force."""
     beta: float | None = None

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from trimtab.errors import RecordError
 
-__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "EventKind", "connect_read_only", "record_path", "require_record"]
+__all__ = [
+    "APPLICATION_ID",
+    "SCHEMA_VERSION",
+    "EventKind",
+    "connect_read_only",
+    "record_path",
+    "require_record",
+    "upgrade",
+]
 
 APPLICATION_ID = 0x5472_696D  # "Trim"; `file` and SQLite tools show it
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+STEP_COLUMNS_SINCE = {2: ("errors", "flushed_share", "saturated_share", "amax")}
+"""Columns of ``steps`` that came with a version; what an older file lacks is read as not given."""
 RECORD_NAME = "run.sqlite"
 _FILE_SUFFIXES = (".sqlite", ".db")
 
@@ -56,7 +67,11 @@ CREATE TABLE steps (
     norms BLOB,                           -- float64, little-endian, one a unit
     gnmr BLOB, delta BLOB, risk BLOB,     -- float32, little-endian
     active BLOB,                          -- one bit a unit, lowest bit first
-    lock BLOB                             -- unsigned, little-endian, 1/2/4/8 bytes a unit
+    lock BLOB,                            -- unsigned, little-endian, 1/2/4/8 bytes a unit
+    errors BLOB,                          -- float64, little-endian: channel errors, an input of the decision
+    flushed_share BLOB,                   -- float32, little-endian; so too the next ones
+    saturated_share BLOB,
+    amax BLOB
 );
 CREATE INDEX steps_by_step ON steps (segment, step, skipped);
 CREATE TABLE events (
@@ -113,6 +128,24 @@ def require_record(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} was written by a newer trimtab: its schema is version {version}, this one reads up to "
             f"{SCHEMA_VERSION}. Upgrade trimtab to open it."
         )
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Give a record of an older schema the columns of this one, in one transaction; its rows stay as they are."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version >= SCHEMA_VERSION:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for since, names in STEP_COLUMNS_SINCE.items():
+            for name in names if since > version else ():
+                connection.execute(f"ALTER TABLE steps ADD COLUMN {name} BLOB")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
 
 
 def check_header(path: Path) -> None:

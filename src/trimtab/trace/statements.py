@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.trace import encoding
-from trimtab.trace.rows import Event, StepRow, UnitRow
+from trimtab.trace.rows import QUANTIZER_COLUMNS, Event, StepRow, UnitRow
 
 __all__ = ["Gap", "Item", "Note", "OpenSegment", "insert_segment", "now", "write_gap", "write_item"]
 
@@ -59,7 +59,7 @@ Item = StepRow | Event | Note | None
 
 _STEP_COLUMNS = (
     "segment", "step", "skipped", "loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s", "num_active", "extra",
-    "norms", "gnmr", "delta", "risk", "active", "lock",
+    "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS,
 )  # fmt: skip
 _INSERT_EVENT = "INSERT INTO events (segment, step, kind, place, data) VALUES (?, ?, ?, ?, ?)"
 _INSERT_STEP = f"INSERT INTO steps ({', '.join(_STEP_COLUMNS)}) VALUES ({', '.join('?' * len(_STEP_COLUMNS))})"
@@ -80,6 +80,8 @@ def _step_columns(row_id: int, row: StepRow) -> Sequence[object]:
         _packed(row.risk, encoding.pack_risk),
         _packed(row.active, encoding.pack_active),
         _packed(row.lock, encoding.pack_locks),
+        _packed(row.errors, encoding.pack_norms),
+        *(_packed((row.quantizer or {}).get(name), encoding.pack_scores) for name in QUANTIZER_COLUMNS),
     )
 
 

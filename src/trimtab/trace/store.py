@@ -12,7 +12,7 @@ from pathlib import Path
 from trimtab.errors import ConfigError, RecordError
 from trimtab.trace.lock import WriterLock
 from trimtab.trace.rows import StepRow
-from trimtab.trace.schema import DDL, check_header, refusal
+from trimtab.trace.schema import DDL, check_header, refusal, upgrade
 from trimtab.trace.statements import Gap, Item, OpenSegment, insert_segment, now, write_gap, write_item
 
 __all__ = ["Store"]
@@ -53,6 +53,7 @@ class Store:
         Raises:
             ConfigError: The place cannot be written, or another writer is live.
             RecordError: The file exists and is no record, is damaged, or of a newer schema. It is left untouched.
+                (One of an older schema gets the columns of this one.)
         """
         try:
             if self.path.is_dir():
@@ -154,6 +155,7 @@ class Store:
         )
         try:
             self.wal_refusal = _use_wal(connection)
+            upgrade(connection)
             there = dict(connection.execute("SELECT id, started_at FROM segments"))
         except (sqlite3.DatabaseError, UnicodeDecodeError, MemoryError) as error:
             connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.trace import encoding
+from trimtab.trace.rows import QUANTIZER_COLUMNS
+from trimtab.trace.schema import STEP_COLUMNS_SINCE
 
-__all__ = ["COLUMNS", "DamagedRowError", "RawRow", "StepTable", "TableBuilder", "decode_row", "meeting_damage"]
+__all__ = [
+    "COLUMNS",
+    "DamagedRowError",
+    "RawRow",
+    "StepTable",
+    "TableBuilder",
+    "decode_row",
+    "meeting_damage",
+    "selected_columns",
+]
 
 COLUMNS = (
     "segment", "step", "skipped", "loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s", "extra",
-    "norms", "gnmr", "delta", "risk", "active", "lock",
+    "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS,
 )  # fmt: skip
 """Columns of ``steps`` in the order in which they are read."""
 _SCALARS = ("loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s")
@@ -24,6 +36,13 @@ _SCALARS = ("loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s")
 
 class DamagedRowError(ValueError):
     """A row that is not whole; internal, it becomes a ``RecordError`` or the end of what is read."""
+
+
+def selected_columns(connection: sqlite3.Connection) -> str:
+    """``COLUMNS`` as SQL for the schema that the file has now; a live writer may bring an older one up to date."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    missing = {name for since, names in STEP_COLUMNS_SINCE.items() if since > version for name in names}
+    return ", ".join("NULL" if name in missing else name for name in COLUMNS)
 
 
 @contextmanager
@@ -78,6 +97,14 @@ class StepTable:
     """The units on the recovery path in the next step. (T, U)"""
     lock: NDArray[np.int64]
     """Steps for which the unit stays a candidate. (T, U)"""
+    errors: NDArray[np.float64]
+    """Channel errors, exactly as the decision had them; NaN where not known, as in the next ones. (T, U)"""
+    flushed_share: NDArray[np.float32]
+    """Share of the values that the quantizer flushed to zero. (T, U)"""
+    saturated_share: NDArray[np.float32]
+    """Share of the values that it clipped. (T, U)"""
+    amax: NDArray[np.float32]
+    """Largest magnitude of its operand. (T, U)"""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -99,6 +126,10 @@ class RawRow:
     risk: NDArray[np.floating[Any]] | None
     active: NDArray[np.bool_] | None
     lock: NDArray[np.int64] | None
+    errors: NDArray[np.float64] | None
+    flushed_share: NDArray[np.float32] | None
+    saturated_share: NDArray[np.float32] | None
+    amax: NDArray[np.float32] | None
 
 
 def decode_row(columns: tuple[Any, ...], num_units: int) -> RawRow:
@@ -122,8 +153,14 @@ def decode_row(columns: tuple[Any, ...], num_units: int) -> RawRow:
             risk=None if values["risk"] is None else encoding.unpack_scores(values["risk"]),
             active=None if values["active"] is None else encoding.unpack_active(values["active"], num_units),
             lock=None if values["lock"] is None else encoding.unpack_locks(values["lock"], num_units),
+            errors=None if values["errors"] is None else encoding.unpack_norms(values["errors"]),
+            **{
+                name: None if values[name] is None else encoding.unpack_scores(values[name])
+                for name in QUANTIZER_COLUMNS
+            },
         )
-    for array in (row.norms, row.gnmr, row.delta, row.risk):
+    floats = (row.norms, row.gnmr, row.delta, row.risk, row.errors, row.flushed_share, row.saturated_share, row.amax)
+    for array in floats:
         if array is not None and len(array) != num_units:
             raise DamagedRowError(f"a row of {len(array)} values for {num_units} units")
     return row
@@ -155,6 +192,8 @@ class TableBuilder:
             "risk": np.full(shape, np.nan, score_dtype),
             "active": np.zeros(shape, np.bool_),
             "lock": np.zeros(shape, np.int64),
+            "errors": np.full(shape, np.nan),
+            **{name: np.full(shape, np.nan, np.float32) for name in QUANTIZER_COLUMNS},
         }
         self._places: dict[tuple[str, ...], tuple[Any, Any]] = {units: (slice(None), slice(None))}
 

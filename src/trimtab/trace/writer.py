@@ -12,18 +12,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trimtab.errors import TrimtabWarning
 from trimtab.trace import encoding
 from trimtab.trace.outbox import Outbox
-from trimtab.trace.rows import Event, StepRow, UnitRow
+from trimtab.trace.rows import QUANTIZER_COLUMNS, Event, StepRow, UnitRow
 from trimtab.trace.schema import record_path
 from trimtab.trace.statements import Item, Note, OpenSegment
 from trimtab.trace.store import Store
 
 __all__ = ["RunWriter"]
 
-_ARRAYS = {"norms": np.float64, "gnmr": np.float64, "delta": np.float64, "risk": np.float64} | {
+_ARRAYS = {
+    "norms": np.float64,
+    "gnmr": np.float64,
+    "delta": np.float64,
+    "risk": np.float64,
+    "errors": np.float64,
     "active": np.bool_,
     "lock": np.int64,
 }
@@ -39,8 +45,8 @@ class RunWriter:
     record gets an event of kind ``gap`` once it can be written again: its data name the dropped steps, ``num_steps`` is
     0 when all could be caught up.
 
-    Opening an existing record adds a segment. A script that ends without ``close`` loses nothing, but its segment is
-    not marked as finished.
+    Opening an existing record adds a segment; a record of an older schema is brought up to this one first. A script
+    that ends without ``close`` loses nothing, but its segment is not marked as finished.
 
     Args:
         path: A file ending in .sqlite or .db, or a folder that will hold ``run.sqlite``.
@@ -108,7 +114,7 @@ class RunWriter:
         A row whose step is not after the last one starts a new segment: a checkpoint was loaded in between.
 
         Raises:
-            ValueError: An array is not of one value per unit.
+            ValueError: An array is not of one value per unit, or ``quantizer`` has a key that the record does not keep.
         """
         ready = self._ready_row(row)
         if row.step < self._last_step or (row.step == self._last_step and not row.skipped):
@@ -200,17 +206,19 @@ class RunWriter:
         return os.getpid() != self._pid
 
     def _ready_row(self, row: StepRow) -> StepRow:
-        num_units = len(self._segment.units)
         changes: dict[str, Any] = {"step": int(row.step), "skipped": bool(row.skipped)}
         for name, dtype in _ARRAYS.items():
             values = getattr(row, name)
             if values is not None:
-                array = np.array(values, dtype=dtype)
-                if array.shape != (num_units,):
-                    raise ValueError(
-                        f"{name} of step {row.step} has shape {array.shape}, the record has {num_units} units"
-                    )
-                changes[name] = array
+                changes[name] = self._one_a_unit(name, row.step, values, dtype)
+        if row.quantizer is not None:
+            for name in row.quantizer:
+                if name not in QUANTIZER_COLUMNS:
+                    known = ", ".join(QUANTIZER_COLUMNS)
+                    raise ValueError(f"quantizer of step {row.step} has {name!r}, the record keeps {known}")
+            changes["quantizer"] = {
+                name: self._one_a_unit(name, row.step, values, np.float64) for name, values in row.quantizer.items()
+            }
         for name in _SCALARS:
             value = getattr(row, name)
             if value is not None:
@@ -220,6 +228,14 @@ class RunWriter:
         if row.extra is not None:
             changes["extra"] = _snapshot(row.extra)
         return replace(row, **changes)
+
+    def _one_a_unit(self, name: str, step: int, values: Any, dtype: Any) -> NDArray[Any]:
+        """A copy of ``values``, if there is one for each unit."""
+        array = np.array(values, dtype=dtype)
+        num_units = len(self._segment.units)
+        if array.shape != (num_units,):
+            raise ValueError(f"{name} of step {step} has shape {array.shape}, the record has {num_units} units")
+        return array
 
     def _put(self, item: Item) -> None:
         if self._foreign:
