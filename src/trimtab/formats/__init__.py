@@ -4,7 +4,12 @@
 ``pack`` and ``unpack`` store codes densely, ``quantize`` and ``fake_quantize`` give each block of an array a scale.
 """
 
-from trimtab.formats.fake_quantization import QuantizationStats, fake_quantize, fake_quantize_with_stats
+from trimtab.formats.fake_quantization import (
+    QuantizationStats,
+    channel_error,
+    fake_quantize,
+    fake_quantize_with_stats,
+)
 from trimtab.formats.format import FORMATS, Format, get
 from trimtab.formats.granularity import Granularity, per_block, per_group, per_tensor, per_tile, per_token
 from trimtab.formats.packing import pack, packed_size, unpack
@@ -17,6 +22,7 @@ __all__ = [
     "QuantizationStats",
     "Quantized",
     "ScaleKind",
+    "channel_error",
     "dequantize",
     "encode_e8m0",
     "fake_quantize",

@@ -16,7 +16,7 @@ from trimtab.formats.rounding import check_noise
 from trimtab.formats.scaling import FLOAT32_MAX, ScaleKind, dequantize, quantize, scale_bounds
 from trimtab.formats.torch_rounding import round_work, work_of
 
-__all__ = ["QuantizationStats", "fake_quantize", "fake_quantize_with_stats"]
+__all__ = ["QuantizationStats", "channel_error", "fake_quantize", "fake_quantize_with_stats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +28,13 @@ class QuantizationStats:
         flushed_share: Share of the non-zero entries that became zero. 0 when there are none.
         saturated_share: Share of the non-zero entries that lay more than half a step beyond the largest value, so that
             saturating, not rounding, made their error. Entries of a NaN block do not count.
+        channel_error: See ``channel_error``.
     """
 
     amax: Tensor
     flushed_share: Tensor
     saturated_share: Tensor
+    channel_error: Tensor
 
 
 def fake_quantize(
@@ -67,12 +69,26 @@ def fake_quantize(
 
 
 def fake_quantize_with_stats(
-    x: Tensor, fmt: Format, granularity: Granularity, scale_kind: ScaleKind = "float32", noise: Tensor | None = None
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    scale_kind: ScaleKind = "float32",
+    noise: Tensor | None = None,
+    most_tokens: int | None = None,
 ) -> tuple[Tensor, QuantizationStats]:
     """``fake_quantize`` of a torch tensor, and what it did to it.
 
-    A function of its own, so that who does not ask pays nothing. The statistics read what is at hand: ``amax`` is taken
-    from the blocks' own, and the shares are three counting reductions.
+    A function of its own, so that who does not ask pays nothing. ``amax`` is taken from the blocks' own, and costs
+    nothing; that nothing saturates under scales of float32 is known beforehand.
+
+    Args:
+        x: As for ``fake_quantize``.
+        fmt: The format.
+        granularity: Which entries share a scale.
+        scale_kind: How a scale is made.
+        noise: As for ``fake_quantize``.
+        most_tokens: Estimate the flushed share and the channel error from this many tokens (rows), or a few more,
+            evenly spaced; None reads all.
 
     Returns: ``(values, stats)``.
 
@@ -84,18 +100,63 @@ def fake_quantize_with_stats(
         ([6.0, 1.0, 0.0, 0.0], '0.33 0.33')
     """
     scaled, scale, amax = _scaled(x, fmt, granularity, scale_kind)
-    half_a_step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-    num_saturated = (scaled.abs() > fmt.max_value + half_a_step).sum()
+    saturated_share = amax.new_zeros(())
+    if scale_kind == "e8m0":
+        half_a_step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+        num_saturated = torch.count_nonzero(scaled.abs() > fmt.max_value + half_a_step)
+        saturated_share = num_saturated / torch.count_nonzero(x.detach()).clamp(min=1)
     values = _back(scaled, scale, x, fmt, granularity, noise)
-    num_nonzero = torch.count_nonzero(x.detach())
-    num_flushed = num_nonzero - torch.count_nonzero(values)
-    at_least_one = num_nonzero.clamp(min=1)
+    some, some_values = evenly_spaced(x.detach(), most_tokens), evenly_spaced(values, most_tokens)
     stats = QuantizationStats(
         amax=amax.amax() if amax.numel() else amax.new_zeros(()),
-        flushed_share=num_flushed / at_least_one,
-        saturated_share=num_saturated / at_least_one,
+        flushed_share=flushed_share(some, some_values),
+        saturated_share=saturated_share,
+        channel_error=channel_error(some, some_values),
     )
     return values, stats
+
+
+def evenly_spaced(x: Tensor, most_tokens: int | None) -> Tensor:
+    """``most_tokens`` of the rows of ``x``, or up to twice as many, as a view of two dimensions; all of them for None."""
+    x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    return x if most_tokens is None else x[:: max(1, len(x) // most_tokens)]
+
+
+def flushed_share(x: Tensor, quantized: Tensor) -> Tensor:
+    """Share of the non-zero entries that became zero; 0 when there are none."""
+    num_nonzero = torch.count_nonzero(x)
+    return (num_nonzero - torch.count_nonzero(quantized)) / num_nonzero.clamp(min=1)
+
+
+def channel_error(x: Tensor, quantized: Tensor) -> Tensor:
+    """The mean over channels of ``|x_c - q(x)_c| / |x_c|``, each norm taken over all tokens.
+
+    The relative error of the whole tensor would not do: with outlier channels it falls, while every other channel
+    flushes to zero.
+
+    Args:
+        x: Shape (..., channels).
+        quantized: The same, after quantization.
+
+    Returns: No dimension, float32 (float64 for float64 input). Channels of zeros are left out; 0 when all are. Not
+        finite when ``x`` is not.
+
+    Example:
+        >>> x = torch.tensor([[100.0, 1.0], [100.0, -1.0]])
+        >>> channel_error(x, torch.tensor([[100.0, 0.0], [100.0, 0.0]])).item()
+        0.5
+    """
+    work = work_of(x.dtype)
+    x, quantized = (t.reshape(-1, x.shape[-1] if x.dim() else 1).to(work) for t in (x, quantized))
+    if not x.numel():
+        return x.new_zeros(())
+    # Sums of squares, as they take a fraction of the time of norms; the factor keeps them within the range.
+    lowest, highest = torch.aminmax(x)
+    factor = 1 / torch.maximum(highest, -lowest).clamp(min=torch.finfo(work).tiny)
+    size = (x * factor).square_().sum(0)
+    error = x.sub(quantized).mul_(factor).square_().sum(0)
+    total: Tensor = torch.where(size == 0, 0.0, error / size).sqrt_().sum()
+    return total / torch.count_nonzero(size).clamp(min=1)
 
 
 def _scaled(x: Tensor, fmt: Format, granularity: Granularity, scale_kind: ScaleKind) -> tuple[Tensor, Tensor, Tensor]:
