@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trimtab.monitors import GradientNorms
+from trimtab.monitors import GradientNorms, gradient_norms
 from trimtab.precision.units import find_units
 
 
@@ -358,3 +359,185 @@ def test_damping_scales_each_unit_zeroes_a_failed_one_and_renews_the_norms():
     fresh = norms.read()
     assert torch.equal(fresh.norms, reading.norms)
     assert torch.equal(norms.total(reading), torch.nn.utils.get_total_norm(grads(model)))
+
+
+class Experts(nn.Module):
+    """Stacked weights of experts, with a bias each and a scale that belongs to none."""
+
+    def __init__(self, num_experts: int = 5, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(num_experts, 6, 7, dtype=dtype))
+        self.up_bias = nn.Parameter(torch.zeros(num_experts, 7, dtype=dtype))
+        self.down = nn.Parameter(torch.zeros(num_experts, 7, 6, dtype=dtype))
+        self.temperature = nn.Parameter(torch.zeros(num_experts, dtype=dtype))
+        self.scale = nn.Parameter(torch.zeros((), dtype=dtype))
+
+
+def mixture(dtype: torch.dtype = torch.float32) -> nn.Module:
+    layers = [
+        nn.ModuleDict(
+            {"q": nn.Linear(6, 6, dtype=dtype), "experts": Experts(n, dtype), "o": nn.Linear(6, 6, dtype=dtype)}
+        )
+        for n in (5, 3)
+    ]
+    return nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(6, 2, dtype=dtype)})
+
+
+def expert_truth(model: nn.Module, layer: int, expert: int) -> float:
+    """The norm of an expert's gradients, in float64."""
+    experts = model.layers[layer]["experts"]
+    rows = [getattr(experts, name).grad for name in ("up", "up_bias", "down", "temperature")]
+    return math.sqrt(sum(g[expert].double().square().sum().item() for g in rows if g is not None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_norm_of_an_expert_is_that_of_its_rows(dtype):
+    model = mixture(dtype)
+    fill(model, 0)
+    found = unit_norms(GradientNorms(model, find_units(model)))
+    # At most 42 squares a row, in float32 or wider, in any order.
+    rel = 42 * (torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)).eps
+    for layer, num_experts in enumerate((5, 3)):
+        for e in range(num_experts):
+            truth = expert_truth(model, layer, e)
+            assert found[f"layers.{layer}.experts.{e}"] == pytest.approx(truth, rel=rel, abs=0)
+
+
+def test_the_norms_of_experts_change_no_bit_of_any_other_norm_or_of_clipping():
+    model = mixture()
+    fill(model, 1)
+    norms, plain = GradientNorms(model, find_units(model)), GradientNorms(model, find_units(model, "block"))
+    reading, without = norms.read(), plain.read()
+    assert len(reading.norms) == len(reading.indices) + 4 * (5 + 3)
+    assert torch.equal(reading.of_parameters, without.norms)
+    assert torch.equal(norms.total(reading), torch.nn.utils.get_total_norm(grads(model)))
+    other = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    total = norms.clip(reading, 0.5)
+    assert torch.equal(total, torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5))
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_experts_without_tokens_have_norm_0_and_those_with_some_are_unchanged():
+    model = mixture()
+    fill(model, 2)
+    before = unit_norms(GradientNorms(model, find_units(model)))
+    for p in model.layers[0]["experts"].parameters():
+        if p.dim():
+            p.grad[2] = 0.0
+    after = unit_norms(GradientNorms(model, find_units(model)))
+    assert after.pop("layers.0.experts.2") == 0.0
+    del before["layers.0.experts.2"]
+    assert after == before
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_fails_only_its_own_expert(bad):
+    model = mixture()
+    fill(model, 3)
+    before = unit_norms(GradientNorms(model, find_units(model)))
+    model.layers[1]["experts"].down.grad[1, 0, 0] = bad
+    after = unit_norms(GradientNorms(model, find_units(model)))
+    assert not math.isfinite(after.pop("layers.1.experts.1"))
+    del before["layers.1.experts.1"]
+    assert after == before
+
+
+def test_stacked_parameters_whose_gradients_come_and_go_keep_their_experts_apart():
+    model = mixture()
+    norms = GradientNorms(model, find_units(model))
+    fill(model, 4)
+    everything = unit_norms(norms)
+    model.layers[0]["experts"].zero_grad()
+    later = unit_norms(norms)
+    assert [later[f"layers.0.experts.{e}"] for e in range(5)] == [0.0] * 5
+    assert {n: v for n, v in later.items() if "0.experts" not in n} == {
+        n: v for n, v in everything.items() if "0.experts" not in n
+    }
+    model.layers[1]["experts"].up.grad = None
+    for e in range(3):
+        assert unit_norms(norms)[f"layers.1.experts.{e}"] == pytest.approx(
+            expert_truth(model, 1, e), rel=42 * torch.finfo(torch.float32).eps, abs=0
+        )
+
+
+def test_one_expert_may_be_watched_alone():
+    model = mixture()
+    fill(model, 5)
+    everything = unit_norms(GradientNorms(model, find_units(model)))
+    alone = GradientNorms(model, find_units(model, ["layers.0.experts.3", "layers.1.q"]))
+    assert unit_norms(alone) == {n: everything[n] for n in ("layers.0.experts.3", "layers.1.q")}
+
+
+def test_a_group_that_holds_experts_has_the_norm_of_the_whole_parameters():
+    model = mixture()
+    fill(model, 6)
+    block = [p.grad for p in model.layers[0].parameters()]
+    expected = math.sqrt(sum(g.double().square().sum().item() for g in block))
+    found = unit_norms(GradientNorms(model, find_units(model, "block")))
+    # At most 210 squares a parameter.
+    assert found["layers.0"] == pytest.approx(expected, rel=210 * torch.finfo(torch.float32).eps, abs=0)
+
+
+def test_experts_in_a_model_with_other_dtypes_beside_them_have_their_norms():
+    model = mixture()
+    model.layers[0].to(torch.bfloat16)
+    model.head.to(torch.float64)
+    fill(model, 7)
+    found = unit_norms(GradientNorms(model, find_units(model)))
+    for layer, e in ((0, 4), (1, 2)):
+        rel = 42 * torch.finfo(torch.float32).eps
+        assert found[f"layers.{layer}.experts.{e}"] == pytest.approx(expert_truth(model, layer, e), rel=rel, abs=0)
+
+
+def test_damping_an_expert_touches_its_rows_alone_and_renews_every_norm():
+    model = mixture()
+    fill(model, 8)
+    model.layers[0]["experts"].up.grad[3, 0, 0] = math.nan
+    norms = GradientNorms(model, find_units(model))
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    scale = np.ones(len(norms.units))
+    place = {u.name: i for i, u in enumerate(norms.units)}
+    factors = {"layers.0.experts.3": 0.0, "layers.0.experts.1": 0.25, "layers.1.experts.2": 0.5, "layers.1.q": 0.75}
+    for name, factor in factors.items():
+        scale[place[name]] = factor
+    reading = norms.read()
+    norms.damp(reading, scale)
+    for name, parameter in model.named_parameters():
+        expected = before[name]
+        for unit, factor in factors.items():
+            layer, expert = unit.rsplit(".", 1)
+            if expert.isdigit() and name.startswith(layer) and not name.endswith("scale"):
+                expected[int(expert)] = 0.0 if factor == 0.0 else expected[int(expert)] * factor
+            elif name.startswith(unit):
+                expected = expected * factor
+        assert torch.equal(parameter.grad, expected), name
+    assert torch.equal(reading.norms, norms.read().norms)
+    assert torch.equal(norms.total(reading), torch.nn.utils.get_total_norm(grads(model)))
+
+
+def test_the_work_on_the_host_does_not_grow_with_the_experts():
+    def work(num_experts: int) -> int:
+        """The number of lines that run in this module for one step."""
+        model = nn.ModuleDict({"layers": nn.ModuleList([Experts(num_experts)])})
+        fill(model, 9)
+        norms = GradientNorms(model, find_units(model))
+        norms.read()
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            count += event == "line" and frame.f_code.co_filename == gradient_norms.__file__
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            reading = norms.read()
+            norms.unit_norms(reading.indices, reading.norms.numpy())
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert work(3) == work(40) > 20

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.monitors.gradient_norms import GradientNorms
 from trimtab.precision import SavedActivations, clean_fqn, find_units, units
 from trimtab.precision.units import describe_filter
@@ -106,7 +106,9 @@ def test_names_come_in_the_order_of_the_model_and_each_once(tiny_llama):
         (["model.layers.0.mlp.act_fn"], "this module has none. Leave it out"),
         (["model.layers.0", "model.layers.0.mlp"], "another named unit contains it"),
         ([], "at least one unit is needed"),
-        ("model.layers.0.mlp", "a list of names or a filter is needed. Write \\['model.layers.0.mlp'\\]"),
+        ("model.layers.0.mlp", "a list of names or a filter is needed. Write \\['model.layers.0.mlp'\\], or say"),
+        ("blocks", "Write \\['blocks'\\], or say how much is one unit. Choose 'block'.$"),
+        ("zzz", "Choose 'projection' or 'expert' or 'half' or 'block' or 'layer'.$"),
         (lambda module, fqn: False, "matches no module of this LlamaForCausalLM. Its linear layers .* such as model."),
     ],
 )
@@ -201,7 +203,10 @@ def test_a_selection_is_named_for_the_record():
     def mine(module, fqn):
         return True
 
-    assert describe_filter(None) == "projections"
+    assert describe_filter(None) == describe_filter("projection", "block") == "projections"
+    assert describe_filter(None, "layer") == describe_filter("layer", "half") == "projections by block"
+    assert describe_filter(mine, "half") == "mine by half"
+    assert describe_filter(["a", "b"], "half") == "2 names"
     assert describe_filter(mine) == "mine"
     assert describe_filter(["a", "b"]) == "2 names"
     assert describe_filter(lambda module, fqn: True) == "<lambda>"
@@ -343,21 +348,100 @@ def _mixture(family):
         ("DeepseekV3", 8, 1),
     ],
 )
-def test_fused_experts_are_one_unit_that_is_only_watched(family, per_layer, first_sparse):
+def test_stacked_experts_are_a_unit_each_that_is_only_watched(family, per_layer, first_sparse):
     model = _mixture(family)
     guard = trimtab.attach(model, SavedActivations())
-    experts = [f"model.layers.{i}.mlp.experts" for i in range(first_sparse, 2)]
+    experts = [f"model.layers.{i}.mlp.experts.{e}" for i in range(first_sparse, 2) for e in range(4)]
     switched = [u.name for u in guard.conversion.units]
     assert [n for n in guard.units if n not in switched] == experts
     assert len(switched) == 2 * per_layer
     assert not [n for n in guard.units if n.endswith((".gate", ".router", "shared_expert_gate"))]
-    order = [n for n, _ in model.named_modules() if n in guard.units]
-    assert list(guard.units) == order
+    order = [n for n, _ in model.named_modules() if n in guard.units or f"{n}.0" in guard.units]
+    assert list(dict.fromkeys(u.rpartition(".")[0] if u in experts else u for u in guard.units)) == order
     tokens = torch.randint(3, 20, (2, 6))
     model(input_ids=tokens, labels=tokens).loss.backward()
     decision = guard.step()
-    assert (decision.num_unobserved, decision.num_failed) == (0, 0)
+    idle = sum(
+        not module.gate_up_proj.grad[e].any()
+        for module in model.modules()
+        if type(module).__name__.endswith("Experts")
+        for e in range(4)
+    )
+    assert (decision.num_unobserved, decision.num_failed) == (idle, 0)
     guard.detach()
+
+
+class Experts(nn.Module):
+    """Weights of several experts in one parameter each, as transformers keeps them."""
+
+    def __init__(self, num_experts=3, **others):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, 4, 5))
+        self.up_bias = nn.Parameter(torch.randn(num_experts, 5))
+        self.down = nn.Parameter(torch.randn(num_experts, 5, 4))
+        self.scale = nn.Parameter(torch.randn(1))
+        for name, parameter in others.items():
+            self.register_parameter(name, parameter)
+
+
+def with_experts(**others):
+    block = nn.ModuleDict({"q": nn.Linear(4, 4), "experts": Experts(**others), "o": nn.Linear(4, 4)})
+    return nn.ModuleDict({"layers": nn.ModuleList([block])})
+
+
+def test_an_expert_owns_its_row_of_every_parameter_that_has_one_a_expert():
+    model = with_experts()
+    found = find_units(model)
+    assert [u.name for u in found] == ["layers.0.q", *(f"layers.0.experts.{e}" for e in range(3)), "layers.0.o"]
+    assert [u.expert for u in found] == [None, 0, 1, 2, None]
+    experts = model.layers[0]["experts"]
+    for unit in found[1:4]:
+        assert unit.modules == (experts,)
+        assert unit.module_names == ("layers.0.experts",)
+        assert unit.parameters() == [experts.up, experts.up_bias, experts.down]
+        assert unit.num_parameters == 4 * 5 + 5 + 5 * 4
+
+
+def test_stacked_weights_that_disagree_on_the_number_of_experts_are_one_unit():
+    model = with_experts(shared=nn.Parameter(torch.zeros(2, 4, 4)))
+    assert names(model) == ["layers.0.q", "layers.0.experts", "layers.0.o"]
+
+
+def test_a_filter_that_picks_the_experts_picks_each_and_a_list_says_itself_which():
+    model = with_experts()
+    assert names(model, lambda module, fqn: isinstance(module, Experts)) == [f"layers.0.experts.{e}" for e in range(3)]
+    assert names(model, ["layers.0.experts"]) == ["layers.0.experts"]
+    assert names(model, ["layers.0.o", "layers.0.experts.2", "layers.0.experts.0"]) == [
+        "layers.0.experts.0",
+        "layers.0.experts.2",
+        "layers.0.o",
+    ]
+    assert [u.expert for u in find_units(model, ["layers.0.experts.2"])] == [2]
+    assert names(model, names(model)) == names(model)
+    with pytest.raises(ConfigError, match="another named unit contains it"):
+        find_units(model, ["layers.0.experts", "layers.0.experts.1"])
+    for absent in ("layers.0.experts.3", "layers.0.experts.01", "layers.0.q.0"):
+        with pytest.raises(ConfigError, match="the model has no such module"):
+            find_units(model, [absent])
+
+
+def test_embeddings_and_the_head_among_the_units_are_warned_about_once(tiny_llama):
+    model = tiny_llama(num_layers=1)
+    picked = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "lm_head"]
+    message = r"embeddings \(model.embed_tokens\).*head \(lm_head\).*Narrow the filter"
+    with pytest.warns(TrimtabWarning, match=message) as caught:
+        guard = trimtab.attach(model, SavedActivations(), units=picked)
+    assert len(caught) == 1
+    guard.detach()
+
+
+def test_experts_that_two_modules_share_are_a_unit_each():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Experts(), Experts()])})
+    for name, parameter in model.layers[0].named_parameters():
+        setattr(model.layers[1], name, parameter)
+    found = find_units(model)
+    assert [(u.name, u.module_names) for u in found] == [(f"layers.0.{e}", ("layers.0", "layers.1")) for e in range(3)]
+    assert found[0].num_parameters == 4 * 5 + 5 + 5 * 4
 
 
 def test_parts_of_a_router_stay_out():
@@ -389,7 +473,7 @@ def test_a_parameter_of_three_dimensions_makes_no_experts_of_other_modules():
             self.up = nn.Linear(4, 4)
 
     model = nn.ModuleDict({"outside": Owner(2, 3, 4), "layers": nn.ModuleList([Block(), Owner(2, 3, 4)])})
-    assert names(model) == ["layers.0.up", "layers.1"]
+    assert names(model) == ["layers.0.up", "layers.1.0", "layers.1.1"]
 
 
 def test_the_output_head_is_asked_for_once(monkeypatch):

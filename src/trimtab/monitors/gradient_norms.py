@@ -2,7 +2,8 @@
 
 Why per-parameter norms: ``torch.nn.utils.clip_grad_norm_`` takes the norm of the vector of per-parameter norms, in
 parameter order. Norms of unit norms would differ in the last bit, and a watched run must be the unwatched run bit for
-bit.
+bit. For the same reason the norms of experts, which are rows of stacked parameters, come from a second pass over the
+gradients of these alone: the norm of a parameter's row norms is not, in every bit, the norm of the parameter.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _has_foreach_support
 
-from trimtab.monitors.sharded import clip_through_torch, sharded_norms
+from trimtab.monitors.sharded import clip_through_torch, row_norms, rows_held_here, sharded_norms
 from trimtab.precision.convertible import is_dtensor
 from trimtab.precision.units import Unit
 
@@ -33,14 +35,20 @@ class NormReading:
 
     Args:
         indices: Which parameters have a gradient, in parameter order.
-        norms: Their L2 norms, shape (len(indices),), float32 or wider.
-        plain: Whether all gradients are dense float32 on one device, so that ``norms`` are exactly those that
-            ``torch.nn.utils.clip_grad_norm_`` would compute.
+        norms: Their L2 norms, and behind them those of the rows of each stacked parameter among them that has watched
+            experts. Shape (len(indices) + rows,), float32 or wider.
+        plain: Whether all gradients are dense float32 on one device, so that the parameters' norms are exactly those
+            that ``torch.nn.utils.clip_grad_norm_`` would compute.
     """
 
     indices: list[int]
     norms: Tensor
     plain: bool
+
+    @property
+    def of_parameters(self) -> Tensor:
+        """The norms of whole parameters, shape (len(indices),)."""
+        return self.norms[: len(self.indices)]
 
 
 class GradientNorms:
@@ -72,10 +80,21 @@ class GradientNorms:
         self._children = [child for register in self._parents for child in register.values()]
         position = {id(p): i for i, p in enumerate(self.parameters)}
         self._owner = np.full(len(self.parameters), -1, dtype=np.int64)
+        owner_of_rows: dict[int, np.ndarray] = {}
         for u, unit in enumerate(self.units):
             for p in unit.parameters():
-                if id(p) in position:
-                    self._owner[position[id(p)]] = u
+                i = position.get(id(p))
+                if i is None:
+                    continue
+                if unit.expert is None:
+                    self._owner[i] = u
+                else:
+                    owner_of_rows.setdefault(i, np.full(p.shape[0], -1, dtype=np.int64))[unit.expert] = u
+        self._stacked = sorted(owner_of_rows)
+        self._row_owner = np.concatenate([np.zeros(0, np.int64), *(owner_of_rows[i] for i in self._stacked)])
+        self._row_parameter = np.repeat(
+            np.array(self._stacked, dtype=np.int64), [len(owner_of_rows[i]) for i in self._stacked]
+        )
 
     def refresh(self) -> None:
         """Look the parameters up again if one was replaced: by FSDP2, or by loading with ``assign=True``."""
@@ -91,7 +110,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def read(self) -> NormReading:
-        """The norm of every gradient there is now: one pass, device work only.
+        """The norm of every gradient there is now: one pass (two over the stacked ones), device work only.
 
         Gradients narrower than float32 are accumulated in float32; sharded ones over all their shards, with one
         collective; sparse ones over their coalesced values.
@@ -113,20 +132,33 @@ class GradientNorms:
             g.dtype == torch.float32 and g.device == first.device and not g.is_sparse and not is_dtensor(g)
             for g in tensors
         )
-        return NormReading(indices, _stacked_norms(tensors, plain), plain)
+        stacked = self._stacked_among(indices)
+        return NormReading(indices, _norms_of(tensors, plain, stacked), plain)
+
+    def _stacked_among(self, indices: Sequence[int]) -> list[int]:
+        """Where in ``indices`` the stacked parameters with watched experts are."""
+        if not self._stacked:
+            return []
+        place = {p: k for k, p in enumerate(indices)}
+        return [place[p] for p in self._stacked if p in place]
 
     def unit_norms(self, indices: Sequence[int], norms: np.ndarray) -> np.ndarray:
         """The norm of each unit: the root of the sum of squares of its parameters' norms, in float64.
 
         Args:
             indices: As in ``NormReading``.
-            norms: The values on the host, shape (len(indices),).
+            norms: The values of ``NormReading.norms`` on the host; whatever stands behind them is left alone.
 
-        Returns: Shape (units,). 0 where no parameter of the unit has a gradient.
+        Returns: Shape (units,). 0 where no parameter of the unit has a gradient, and for an expert without tokens.
         """
-        owner = self._owner[np.asarray(indices, dtype=np.int64)]
+        positions = np.asarray(indices, dtype=np.int64)
+        owner = self._owner[positions]
+        if self._stacked:
+            has_grad = np.zeros(len(self.parameters), dtype=bool)
+            has_grad[positions] = True
+            owner = np.concatenate([owner, self._row_owner[has_grad[self._row_parameter]]])
         inside = owner >= 0
-        owner, norms = owner[inside], norms[inside].astype(np.float64)
+        owner, norms = owner[inside], norms[: len(owner)][inside].astype(np.float64)
         counts = np.bincount(owner, minlength=len(self.units))
         result = np.zeros(len(self.units))
         # A unit of one parameter keeps that norm exactly; a root of a square would round twice.
@@ -139,27 +171,55 @@ class GradientNorms:
         return result
 
     def parameters_of(self, unit: int) -> list[int]:
-        """Positions, in parameter order, of the parameters of unit number ``unit``."""
-        return np.nonzero(self._owner == unit)[0].tolist()
+        """Positions, in parameter order, of the parameters of unit number ``unit``; stacked ones for an expert."""
+        rows = self._row_parameter[self._row_owner == unit]
+        return np.unique(np.concatenate([np.nonzero(self._owner == unit)[0], rows])).tolist()
 
     @torch.no_grad()
     def damp(self, reading: NormReading, scale: np.ndarray) -> None:
         """Multiply the gradients of each unit by ``scale`` (0 removes them, whatever they hold) and renew their norms.
+
+        Of a stacked parameter only the damped experts' rows change.
 
         Args:
             reading: This step's reading; its norms are updated in place to those of what is left.
             scale: Shape (units,), in [0, 1].
         """
         place = {p: k for k, p in enumerate(reading.indices)}
-        for u in np.nonzero(scale != 1.0)[0]:
-            for p in self.parameters_of(int(u)):
-                if p not in place:
-                    continue
-                grad = self.parameters[p].grad
-                assert grad is not None
-                # 0 times NaN is NaN, so a failed gradient is replaced and not scaled.
-                grad.zero_() if scale[u] == 0.0 else grad.mul_(float(scale[u]))
-                reading.norms[place[p]] = _stacked_norms([grad], reading.plain)[0]
+        first_row = self._first_rows(reading.indices)
+        factors = _with_ones_for_none(scale)
+        for p in np.nonzero(factors[self._owner] != 1.0)[0].tolist():
+            if p in place:
+                grad = self._grad(p)
+                _scale(grad, float(factors[self._owner[p]]))
+                reading.norms[place[p]] = _norms_of([grad], reading.plain)[0]
+        row_factors = factors[self._row_owner]
+        for p in np.unique(self._row_parameter[row_factors != 1.0]).tolist():
+            if p in place:
+                grad = self._grad(p)
+                of_rows = row_factors[self._row_parameter == p]
+                # A row's place in what this rank holds; the rest are other ranks' to scale.
+                held = rows_held_here(grad)
+                local = grad.to_local() if is_dtensor(grad) else grad
+                for row in np.nonzero(of_rows != 1.0)[0].tolist():
+                    if row in held:
+                        _scale(local[held[row]], float(of_rows[row]))
+                renewed = _norms_of([grad], reading.plain, [0])
+                reading.norms[place[p]] = renewed[0]
+                reading.norms[first_row[p] : first_row[p] + len(of_rows)] = renewed[1:]
+
+    def _grad(self, position: int) -> Any:
+        grad = self.parameters[position].grad
+        assert grad is not None
+        return grad
+
+    def _first_rows(self, indices: Sequence[int]) -> dict[int, int]:
+        """Where in a reading of ``indices`` the rows of each stacked parameter begin."""
+        first, places = len(indices), {}
+        for k in self._stacked_among(indices):
+            places[indices[k]] = first
+            first += int(np.count_nonzero(self._row_parameter == indices[k]))
+        return places
 
     @torch.no_grad()
     def clip(self, reading: NormReading, max_norm: float) -> Tensor:
@@ -187,7 +247,27 @@ class GradientNorms:
     @torch.no_grad()
     def total(self, reading: NormReading) -> Tensor:
         """The total norm, as torch takes it: the norm of the per-parameter norms."""
-        return torch.linalg.vector_norm(reading.norms) if len(reading.indices) else torch.zeros(())
+        return torch.linalg.vector_norm(reading.of_parameters) if len(reading.indices) else torch.zeros(())
+
+
+def _with_ones_for_none(scale: np.ndarray) -> np.ndarray:
+    """``scale``, and behind it a 1 for what belongs to no unit: its index is -1."""
+    return np.append(scale, 1.0)
+
+
+def _scale(grad: Tensor, factor: float) -> None:
+    # 0 times NaN is NaN, so a failed gradient is replaced and not scaled.
+    grad.zero_() if factor == 0.0 else grad.mul_(factor)
+
+
+def _norms_of(tensors: list[Tensor], plain: bool, stacked: Sequence[int] = ()) -> Tensor:
+    """The norms of ``tensors`` in their order, then those of the rows of each that is ``stacked``."""
+    if not plain and any(is_dtensor(g) for g in tensors):
+        return sharded_norms(tensors, stacked)
+    norms = _stacked_norms(tensors, plain)
+    if not stacked:
+        return norms
+    return torch.cat([norms, *(row_norms(tensors[k]).to(norms.device, norms.dtype) for k in stacked)])
 
 
 def _stacked_norms(tensors: list[Tensor], plain: bool) -> Tensor:
@@ -198,8 +278,6 @@ def _stacked_norms(tensors: list[Tensor], plain: bool) -> Tensor:
         if _has_foreach_support(tensors, first.device):
             return torch.stack(list(torch._foreach_norm(tensors, 2.0)))
         return torch.stack([torch.linalg.vector_norm(g, 2.0) for g in tensors])
-    if any(is_dtensor(g) for g in tensors):
-        return sharded_norms(tensors)
     dense = [g.coalesce().values() if g.is_sparse else g for g in tensors]
     wide = [torch.linalg.vector_norm(g, 2.0, dtype=torch.float32 if g.dtype in _NARROW else None) for g in dense]
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in wide) else torch.float32

@@ -1,4 +1,4 @@
-"""Which units a recipe of linear layers can convert, and why not the others."""
+"""Why a linear layer cannot be converted, if it cannot, and what is said of heads and embeddings."""
 
 from __future__ import annotations
 
@@ -9,67 +9,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.errors import ConfigError, TrimtabWarning
-from trimtab.precision.units import Unit, linear_class, output_head
+from trimtab.errors import TrimtabWarning
+from trimtab.precision.units import Unit, input_embeddings, linear_class, output_head
 
-__all__ = ["convertible_units", "is_dtensor", "why_not_linear"]
-
-
-def convertible_units(model: nn.Module, units: Sequence[Unit], recipe: str) -> list[Unit]:
-    """Those of ``units`` that a recipe of linear layers can convert.
-
-    Args:
-        model: The model they belong to.
-        units: The units.
-        recipe: What the recipe is called, as the subject of a sentence.
-
-    Raises: ConfigError: when it can convert none of them.
-    """
-    under_fsdp = _modules_under_fsdp(model, units)
-    reasons = {unit.name: why_not_linear(unit, under_fsdp) for unit in units}
-    convertible = [unit for unit in units if reasons[unit.name] is None]
-    if not convertible:
-        name, reason = next(iter(reasons.items()))
-        raise ConfigError(
-            "units",
-            [u.name for u in units][:3],
-            f"{recipe} convert plain linear layers, and {name} is none: {reason}.",
-            "Choose units that are linear layers.",
-        )
-    _warn_about_heads(model, convertible)
-    return convertible
+__all__ = [
+    "is_dtensor",
+    "modules_under_fsdp",
+    "warn_about_heads",
+    "why_not_plain_linear",
+]
 
 
-def why_not_linear(unit: Unit, under_fsdp: Container[int]) -> str | None:
-    """Why ``unit`` cannot be converted, or None when it can.
+def why_not_plain_linear(module: nn.Module, under_fsdp: Container[int]) -> str | None:
+    """Why ``module`` is no linear layer whose forward a recipe can replace, or None when it is one.
 
     Args:
-        unit: The unit.
+        module: The module.
         under_fsdp: Identities of the modules whose parameters FSDP2 may manage.
     """
-    for module in unit.modules:
-        base = linear_class(module)
-        if base is None:
-            if hasattr(module, "base_layer"):
-                return (
-                    "it is an adapter around a frozen layer, whose parts can be picked: lambda m, fqn: 'lora_' in fqn"
-                )
-            return f"it is a {type(module).__name__}"
-        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            return "nn.MultiheadAttention reads its weight without calling it"
-        if type(module).forward is not base.forward:
-            return f"its class {type(module).__name__} computes its forward in its own way"
-        if "forward" in module.__dict__:
-            return "something else has already replaced its forward"
-        if torch.nn.utils.parametrize.is_parametrized(module):
-            return "its weight is parametrized, and each look at it computes it anew"
-        weight: Any = module.weight
-        if isinstance(weight, nn.parameter.UninitializedParameter):
-            return "its weight has no shape before the first forward"
-        if not weight.requires_grad:
-            return "its weight is frozen, so it keeps no input for a gradient"
-        if is_dtensor(weight) and not (id(module) in under_fsdp and _is_placed_by_fsdp(weight)):
-            return "its weight is sharded by tensor parallelism"
+    base = linear_class(module)
+    if base is None:
+        return f"it is a {type(module).__name__}"
+    if "_trimtab_switch" in module.__dict__:
+        return "another recipe has converted it already"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if type(module).forward is not base.forward:
+        return f"its class {type(module).__name__} computes its forward in its own way"
+    if "forward" in module.__dict__:
+        return "something else has already replaced its forward"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized, and each look at it computes it anew"
+    weight: Any = module.weight
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return "its weight has no shape before the first forward"
+    if is_dtensor(weight) and not (id(module) in under_fsdp and _is_placed_by_fsdp(weight)):
+        return "its weight is sharded by tensor parallelism"
     return None
 
 
@@ -78,7 +53,7 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def _modules_under_fsdp(model: nn.Module, units: Sequence[Unit]) -> set[int]:
+def modules_under_fsdp(model: nn.Module, units: Sequence[Unit]) -> set[int]:
     """Identities of the modules at or below one that FSDP2 manages; imports nothing for a model without DTensors."""
     if not any(is_dtensor(p) for unit in units for p in unit.parameters()):
         return set()
@@ -97,14 +72,21 @@ def _is_placed_by_fsdp(weight: Any) -> bool:
     return all(p.is_replicate() for p in outer) and inner.is_shard()
 
 
-def _warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Say once that a filter has caught the output head."""
-    head = output_head(model)
+def warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Say once that a filter has caught the output head, or the input embeddings."""
+    head, embeddings = output_head(model), input_embeddings(model)
+    caught = []
     for unit in units:
         if head is not None and any(m is head for m in unit.modules):
-            warnings.warn(
+            caught.append(
                 f"units picks the output head ({unit.name}): its gradient is the largest of the model and is usually "
-                "kept in full precision. Narrow the filter if that was not meant.",
-                TrimtabWarning,
-                stacklevel=6,
+                "kept in full precision."
             )
+        if embeddings is not None and any(m is embeddings for m in unit.modules):
+            caught.append(
+                f"units picks the input embeddings ({unit.name}): looking rows up is no product, and only the rows of "
+                "the step's tokens have a gradient."
+            )
+    if caught:
+        caught.append("Narrow the filter if that was not meant.")
+        warnings.warn(" ".join(caught), TrimtabWarning, stacklevel=6)
