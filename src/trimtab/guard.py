@@ -29,6 +29,7 @@ from trimtab.monitors.host_copy import HostCopy
 from trimtab.monitors.losses import LossHook, mean_loss
 from trimtab.monitors.optimizers import OptimizerWatch, unscale
 from trimtab.monitors.protocol import Monitor
+from trimtab.monitors.quantizers import QuantizerStats, QuantizerValues, quantizer_metrics, wants_quantizer_stats
 from trimtab.pending import Pending, PendingDecision, decision_before_the_first, decision_metrics
 from trimtab.precision.recipe import Conversion, Recipe
 from trimtab.precision.units import Selection, find_units
@@ -47,6 +48,7 @@ def attach(
     monitors: Sequence[Monitor] = (),
     units: Selection = None,
     record: str | Path | None = None,
+    quantizer_stats: bool | None = None,
 ) -> Guard:
     """Watch ``model`` in training and, with a recipe, run its risky units on the recovery path.
 
@@ -59,13 +61,17 @@ def attach(
         policy: What decides; ``trimtab.control.robust()`` when left out.
         monitors: Further monitors.
         units: Which modules to watch: a filter ``f(module, fqn) -> bool``, a list of names, or None for the projections
-            of every block. Those that the recipe cannot switch are watched only and never use the budget.
+            and experts of every block; "half" or "block" makes larger units of these. Those that the recipe cannot
+            switch are watched only and never use the budget.
         record: Folder or ``.sqlite`` file of the run record; None keeps none. Only rank 0 writes.
+        quantizer_stats: Whether to observe what the low-cost path's quantizers lose of their operands, for the metrics
+            and the record; None does if the policy has an ``error_limit``, and then units on the recovery path are
+            observed too.
 
     Returns: The guard; call its ``step`` between backward and the optimizer's step.
 
     Raises: ConfigError: when the model is attached already, a unit does not exist, the recipe can convert none of them,
-        or the record cannot be written.
+        or cannot tell what its quantizers do where that is asked for, or the record cannot be written.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -95,7 +101,9 @@ def attach(
             raise ConfigError(
                 "monitors", monitor, "a monitor has start(model) and observe(step).", "Pass a list of monitors."
             )
-    guard = Guard(model, recipe, policy=policy, monitors=monitors, units=units, record=record)
+    guard = Guard(
+        model, recipe, policy=policy, monitors=monitors, units=units, record=record, quantizer_stats=quantizer_stats
+    )
     _attached[model] = weakref.ref(guard)
     return guard
 
@@ -144,10 +152,13 @@ class Guard:
         monitors: Sequence[Monitor],
         units: Selection,
         record: str | Path | None,
+        quantizer_stats: bool | None = None,
     ) -> None:
+        error_limit = getattr(policy, "error_limit", None)
+        with_stats = wants_quantizer_stats(quantizer_stats, error_limit, recipe)
         self.model = model
         self.policy = policy
-        self._units = find_units(model, units)
+        self._units = find_units(model, units, grouping=getattr(recipe, "unit", "projection"))
         self.units = tuple(unit.name for unit in self._units)
         self._norms = GradientNorms(model, self._units)
         self._journal = Journal()
@@ -160,6 +171,8 @@ class Guard:
         self._losses: list[Tensor] = []
         self._observed_lr: float | None = None
         self._monitor_values: dict[str, float] = {}
+        self._quantizers: QuantizerStats | None = None
+        self._quantizer_values: QuantizerValues | None = None
         self._detached = False
         self._at_exit = _ResolveAtExit(self)
         self._damping = bool(getattr(policy, "damping", False))
@@ -173,6 +186,10 @@ class Guard:
         try:
             switchable = {u.name for u in self.conversion.units} if self.conversion is not None else set()
             self._switch_index = [i for i, name in enumerate(self.units) if name in switchable]
+            if with_stats and recipe is not None and self.conversion is not None:
+                self._quantizers = QuantizerStats(
+                    recipe, self.conversion, self._switch_index, len(self.units), error_limit
+                )
             self._controller = policy.start(self.units, [name in switchable for name in self.units])
             self._monitors.start(model)
             self._journal.open(
@@ -209,6 +226,8 @@ class Guard:
         if scaler is not None and scaler.is_enabled() and unscale(scaler, self._watch.optimizers()):
             self._losses.clear()
             self._observed_lr = None
+            if self._quantizers is not None:
+                self._quantizers.drop()
             self._journal.event("skip", {"reason": "the loss scaler found a non-finite gradient"})
             skipped = PendingDecision(self.resolve, self._norms.total(self._norms.read()), skipped=True)
             # The retried step counts its micro-batches from one again, and suffers the same faults.
@@ -219,25 +238,28 @@ class Guard:
         problem = self._cadence.on_call(self._parameters())
         self._journal.say_once(problem or "", problem)
         reading = self._norms.read()
+        # They travel to the host in the same copy as the norms, at its end.
+        stats = [] if self._quantizers is None else [self._quantizers.read().to(reading.norms)]
         monitored = self._monitors.observe(self.num_steps)
         extra: dict[str, Any] = {"routed_by_hand": self._forced} if self._forced is not None else {}
-        unit_norms = decision = None
+        decided = None
         if self._damping:
             # Damping acts on this very step, so this is the one option that waits for the norms here.
-            unit_norms = self._norms.unit_norms(reading.indices, HostCopy(reading.norms).read())
-            decision = self._controller.update(unit_norms)
+            decided = self._decide(reading.indices, HostCopy(torch.cat([reading.norms, *stats])).read())
+            decision = decided[0]
             damped = np.nonzero(decision.scale != 1.0)[0]
             if damped.size:
                 extra["damped"] = {self.units[u]: float(decision.scale[u]) for u in damped}
                 self._norms.damp(reading, decision.scale)
         total = self._norms.total(reading) if max_norm is None else self._norms.clip(reading, max_norm)
         scalars = [total, *mean_loss(self._losses)]
-        values = HostCopy(torch.cat([reading.norms, *(_as_element(s, reading.norms) for s in scalars)]))
+        values = HostCopy(torch.cat([reading.norms, *(_as_element(s, reading.norms) for s in scalars), *stats]))
         handle = PendingDecision(self.resolve, total)
         lr, self._observed_lr = self._observed_lr, None
-        self._pending = Pending(self.num_steps, reading.indices, values, len(scalars) > 1, lr, handle, extra, monitored)
-        if decision is not None and unit_norms is not None:
-            self._finish(decision, unit_norms)
+        step, indices, num_norms = self.num_steps, reading.indices, len(reading.norms)
+        self._pending = Pending(step, indices, num_norms, values, len(scalars) > 1, lr, handle, extra, monitored)
+        if decided is not None:
+            self._finish(*decided)
         elif self.conversion is not None:
             self.conversion.pull = self.resolve
         self._begin_step()
@@ -264,14 +286,15 @@ class Guard:
         """
         if self.conversion is None:
             raise ConfigError("route", list(names), "without a recipe there is no recovery path.", "Attach with one.")
-        known = [self.units[i] for i in self._switch_index]
-        for name in names:
-            if name not in known:
-                near = ", ".join(nearest_names(name, known) or known[:3])
-                raise ConfigError("route", name, "it is no recoverable unit.", f"The nearest names are {near}.")
+        known = dict.fromkeys(self.units[i] for i in self._switch_index)
+        wanted = set(names)
+        if unknown := wanted.difference(known):
+            name = min(unknown)
+            near = ", ".join(nearest_names(name, known) or list(known)[:3])
+            raise ConfigError("route", name, "it is no recoverable unit.", f"The nearest names are {near}.")
         self.resolve()
-        self._forced = [n for n in known if n in set(names)]
-        self.conversion.route([n in set(names) for n in known])
+        self._forced = [n for n in known if n in wanted]
+        self.conversion.route([n in wanted for n in known])
         self._journal.event("forced", {"units": self._forced})
 
     def inject(self, fault: Fault) -> None:
@@ -288,9 +311,7 @@ class Guard:
         pending = self._pending
         if pending is None:
             return
-        norms = pending.values.read()[: len(pending.indices)]
-        unit_norms = self._norms.unit_norms(pending.indices, norms)
-        self._finish(self._controller.update(unit_norms), unit_norms)
+        self._finish(*self._decide(pending.indices, pending.values.read()))
 
     @property
     def num_steps(self) -> int:
@@ -312,7 +333,7 @@ class Guard:
         values = dict(self._monitor_values)
         if self._decision is not None:
             values |= decision_metrics(self._decision, len(self._switch_index))
-        return values
+        return values | quantizer_metrics(self._quantizer_values)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to decide as an uninterrupted one; JSON-able."""
@@ -342,7 +363,9 @@ class Guard:
                 "state", type(state).__name__, "it is no state of a guard.", "Pass what state_dict() gave."
             )
         report = self._controller.load_state_dict(state["controller"])
-        self._pending, self._decision, self._forced = None, None, None
+        self._pending, self._decision, self._forced, self._quantizer_values = None, None, None, None
+        if self._quantizers is not None:
+            self._quantizers.restart()
         self._losses.clear()
         self._observed_lr = None
         self._monitors.load_state_dict(state["monitors"])
@@ -441,14 +464,27 @@ class Guard:
         for place, data in started if record else ():
             self._journal.event("fault", data, place, step=self.num_steps + 1)
 
-    def _finish(self, decision: Decision, unit_norms: np.ndarray) -> None:
+    def _decide(self, indices: list[int], values: np.ndarray) -> tuple[Decision, np.ndarray, QuantizerValues | None]:
+        """Decide from ``values`` on the host, which begin with the norms and end with the quantizers' statistics."""
+        unit_norms, quantizer = self._norms.unit_norms(indices, values), None
+        if self._quantizers is not None:
+            quantizer = self._quantizers.by_unit(values[len(values) - self._quantizers.size :])
+        errors = None if quantizer is None else quantizer["error"]
+        return self._controller.update(unit_norms, errors), unit_norms, quantizer
+
+    def _finish(self, decision: Decision, unit_norms: np.ndarray, quantizer: QuantizerValues | None) -> None:
         """A decision is taken: hand it out, route the next step by it, record it."""
         pending, self._pending = self._pending, None
         assert pending is not None
         self._decision, self._forced, self._monitor_values = decision, None, pending.monitors
+        self._quantizer_values = quantizer
         pending.handle.fill(decision)
         self._route(decision.active)
-        self._journal.write(pending, decision, unit_norms)
+        self._journal.write(pending, decision, unit_norms, quantizer)
+        if pending.step % 100 == 1 or not self._journal.knows_products:
+            self._journal.note_products(getattr(self.conversion, "products", None))
+        if self._quantizers is not None:
+            self._journal.say_once("quantizers", self._quantizers.too_many_for_long(quantizer, self._controller.budget))
 
     def _active_flags(self) -> np.ndarray:
         return np.asarray(self._controller.active, dtype=bool)

@@ -17,10 +17,11 @@ from trimtab._version import __version__
 from trimtab.control import Decision
 from trimtab.control.protocol import PolicyLike
 from trimtab.errors import TrimtabWarning
+from trimtab.monitors.quantizers import QuantizerValues
 from trimtab.pending import Pending
 from trimtab.precision.recipe import Conversion, Recipe
 from trimtab.precision.units import Selection, Unit, describe_filter
-from trimtab.trace import RunWriter, StepRow, UnitRow
+from trimtab.trace import QUANTIZER_COLUMNS, RunWriter, StepRow, UnitRow
 
 __all__ = ["Journal", "describe_run"]
 
@@ -34,12 +35,15 @@ class Journal:
     Attributes:
         writer: The record's writer, or None.
         step: Optimizer steps observed so far; events fall on it unless they say otherwise.
+        knows_products: Whether it has been told what a recipe's paths are made of.
     """
 
     def __init__(self) -> None:
         self.writer: RunWriter | None = None
         self.step = 0
         self._said: set[str] = set()
+        self._products: Any = None
+        self.knows_products = False
         self._row_without_lr: int | None = None
 
     def open(self, record: str | Path | None, description: Mapping[str, Any]) -> None:
@@ -50,12 +54,14 @@ class Journal:
         if record is not None and _is_writing_rank():
             self.writer = RunWriter(record, **description)
 
-    def write(self, pending: Pending, decision: Decision, unit_norms: np.ndarray) -> None:
+    def write(
+        self, pending: Pending, decision: Decision, unit_norms: np.ndarray, quantizer: QuantizerValues | None = None
+    ) -> None:
         """Write a step's row, once its decision is taken."""
         if self.writer is None:
             return
         values = pending.values.read()
-        n = len(pending.indices)
+        n = pending.num_norms
         extra = pending.extra | ({"monitors": pending.monitors} if pending.monitors else {})
         self._row_without_lr = pending.step if pending.lr is None else None
         self.writer.write_step(
@@ -72,6 +78,8 @@ class Journal:
                 risk=decision.risk,
                 lock=decision.lock,
                 active=decision.active,
+                errors=None if quantizer is None else quantizer["error"],
+                quantizer=None if quantizer is None else {name: quantizer[name] for name in QUANTIZER_COLUMNS},
                 extra=extra or None,
             )
         )
@@ -86,6 +94,13 @@ class Journal:
         """Write an event."""
         if self.writer is not None:
             self.writer.write_event(kind, self.step if step is None else step, place, dict(data))
+
+    def note_products(self, products: Any) -> None:
+        """Note which products a recipe's paths were made of, the device's or emulated ones, when that has changed."""
+        self.knows_products = True
+        if products and products != self._products:
+            self._products = products
+            self.event("note", {"products": products})
 
     def say_once(self, key: str, message: str | None) -> None:
         """Warn, the first time that ``message`` is not None for this ``key``; the record keeps it too."""
@@ -136,9 +151,9 @@ def describe_run(
     config = {
         "model": type(model).__name__,
         "num_parameters": sum(p.numel() for p in model.parameters()),
-        "recipe": recipe.to_dict() if recipe is not None else None,
+        "recipe": None if recipe is None else getattr(conversion, "to_dict", recipe.to_dict)(),
         "policy": policy.to_dict(),
-        "units": str(describe_filter(selection)),
+        "units": str(describe_filter(selection, getattr(recipe, "unit", "projection"))),
         "monitors": list(monitors),
     }
     versions = {"trimtab": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -67,10 +67,24 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Pending:
-    """What a step left to be decided: the norms on their way to the host, and what goes into its row."""
+    """What a step left to be decided, and what goes into its row.
+
+    Attributes:
+        step: The optimizer step.
+        indices: Which parameters have a gradient.
+        num_norms: How many norms there are: theirs, and those of the rows of stacked ones.
+        values: On their way to the host: the norms, the total norm, the loss if there is one, and what the quantizers
+            did if they are observed.
+        has_loss: Whether there is a loss.
+        lr: The learning rate, where it is known.
+        handle: What ``Guard.step`` gave out.
+        extra: Further inputs of the decision.
+        monitors: The monitors' values.
+    """
 
     step: int
     indices: list[int]
+    num_norms: int
     values: HostCopy
     has_loss: bool
     lr: float | None

@@ -169,7 +169,7 @@ def test_a_converted_model_is_not_converted_twice_behind_the_guards_back(convert
     model = blocks()
     conversion = convert(model)
     before = snapshot(model)
-    with pytest.raises(ConfigError, match="in its own way"):
+    with pytest.raises(ConfigError, match="another recipe has converted it already"):
         convert(model)
     assert snapshot(model) == before
     conversion.undo()
@@ -232,7 +232,7 @@ def doubled_conv1d():
 def test_what_cannot_be_converted_is_refused_with_its_reason(convert, make, reason):
     model = nn.Sequential(make())
     before = snapshot(model)
-    with pytest.raises(ConfigError, match=f"0 is none: {reason}") as caught:
+    with pytest.raises(ConfigError, match=f"0: {reason}") as caught:
         convert(model)
     assert caught.value.setting == "units"
     assert snapshot(model) == before
@@ -390,7 +390,7 @@ def test_the_conversion_and_the_recipe_are_what_their_protocols_ask_for(convert,
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own probe of the inputs of a resumed graph
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*instantiated")  # by the compiler itself
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_compiled_model_gives_the_gradients_of_the_eager_one_and_never_recompiles(convert, blocks, rounding):
     torch._dynamo.reset()
@@ -403,9 +403,8 @@ def test_a_compiled_model_gives_the_gradients_of_the_eager_one_and_never_recompi
         num_graphs += 1
         return graph
 
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     x = torch.randn(5, 8)
-    graphs_by_step = []
     for step in range(1, 13):
         grads = []
         for f in (compiled, model):
@@ -416,7 +415,5 @@ def test_a_compiled_model_gives_the_gradients_of_the_eager_one_and_never_recompi
                 f(x).square().sum().backward()
             grads.append([p.grad.clone() for p in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-        graphs_by_step.append(num_graphs)
-    assert num_graphs > 0
-    assert len(set(graphs_by_step[2:])) == 1
+    assert num_graphs == 1
     torch._dynamo.reset()

@@ -1,13 +1,15 @@
-"""The class of a converted layer: the plain one, but that its forward asks a switch first."""
+"""The class of a converted layer or module of experts: the plain one, but that its forward asks a switch first."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["converted_class", "give_back_class"]
+__all__ = ["converted_class", "converted_experts_class", "give_back_class", "own_forward"]
 
 _converted_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -24,7 +26,6 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
             if (
                 switch is not None
                 and "parametrizations" not in self._modules
-                and self.weight.requires_grad
                 and (torch.is_grad_enabled() or self.training)
             ):
                 output = switch(self, x)
@@ -39,18 +40,43 @@ def converted_class(base: type[nn.Module]) -> type[nn.Module]:
         def forward_conv1d(self: nn.Module, x: Tensor) -> Tensor:
             return run(self, x)
 
-        def reduce_as_plain(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-            # A pickled or copied layer is a plain layer: readable without trimtab, and steered by nothing.
-            state = {k: v for k, v in self.__dict__.items() if k != "_trimtab_switch"}
-            return object.__new__, (base,), state
-
         forward = forward_linear if issubclass(base, nn.Linear) else forward_conv1d
-        _converted_classes[base] = type(
-            base.__name__,
-            (base,),
-            {"forward": forward, "__reduce_ex__": reduce_as_plain, "__module__": base.__module__},
-        )
+        _converted_classes[base] = _class_with(base, forward)
     return _converted_classes[base]
+
+
+def converted_experts_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``base``, a module of stacked experts, whose forward asks the switch."""
+    if base not in _converted_classes:
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            switch = self.__dict__.get("_trimtab_switch")
+            if switch is not None and (torch.is_grad_enabled() or self.training):
+                output = switch.experts(self, (*args, *kwargs.values()))
+                if output is not None:
+                    return output
+            return base.forward(self, *args, **kwargs)
+
+        _converted_classes[base] = _class_with(base, forward)
+    return _converted_classes[base]
+
+
+def _class_with(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    def reduce_as_plain(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        # A pickled or copied layer is a plain layer: readable without trimtab, and steered by nothing.
+        state = {k: v for k, v in self.__dict__.items() if k != "_trimtab_switch"}
+        return object.__new__, (base,), state
+
+    members = {"forward": forward, "__reduce_ex__": reduce_as_plain, "__module__": base.__module__}
+    return type(base.__name__, (base,), members)
+
+
+def own_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The forward that a converted layer would have by itself."""
+    for c in type(module).__mro__:
+        if c in _converted_classes.values():
+            return functools.partial(c.__mro__[1].forward, module)  # type: ignore[attr-defined]
+    return module.forward
 
 
 def give_back_class(module: nn.Module) -> None:

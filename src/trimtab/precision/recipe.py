@@ -1,6 +1,7 @@
 """What a precision path has to offer: a recipe converts a model, a conversion switches its units.
 
 A new path is one frozen dataclass with ``convert`` and one conversion. Neither ever sees a gradient norm or a policy.
+A conversion that can also tell what its quantizers do is a ``QuantizerObserver``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab.precision.units import Unit
 
-__all__ = ["Conversion", "PathCost", "Recipe"]
+__all__ = ["QUANTIZER_STATS", "Conversion", "PathCost", "QuantizerObserver", "Recipe"]
+
+QUANTIZER_STATS = ("error", "flushed_share", "saturated_share", "amax")
+"""What a ``QuantizerObserver`` tells of each unit, in the order of its columns.
+
+error: Mean over input channels of |x - q(x)| / |x|, norms over the tokens, channels that are all zero left out. It has
+    no scale: an outlier channel cannot hide what happens to the others.
+flushed_share: Share of the nonzero values that became zero.
+saturated_share: Share of the values that were clipped to the largest one.
+amax: Largest magnitude.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +45,9 @@ class PathCost:
 @runtime_checkable
 class Conversion(Protocol):
     """A model converted in place: its recoverable units, and the switch of each.
+
+    One that emulates what some devices can do says in a further attribute ``products`` which of the two ran; the record
+    keeps it. One that knows what its quantizers did is a ``QuantizerObserver`` too.
 
     Attributes:
         pull: Called once, before the next forward that needs the route, if it is not None; set by the guard, which
@@ -66,6 +80,31 @@ class Conversion(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what ``state_dict`` gave."""
+
+
+@runtime_checkable
+class QuantizerObserver(Protocol):
+    """What a ``Conversion`` may offer besides: statistics of what the low-cost path's quantizers did to their operands.
+
+    Policies with an ``error_limit`` need it. Where a unit has several quantized operands, it is up to the recipe which
+    one it judges. Forwards without gradients, as in an evaluation, are not looked at.
+    """
+
+    def observe_quantizers(self, shadow: bool) -> None:
+        """Keep statistics from now on; called once, right after the conversion.
+
+        Args:
+            shadow: Also of units on the recovery path, by quantizing as their low-cost path would: what a unit is
+                judged by must not end with the recovery that it brought about.
+        """
+
+    def take_quantizer_stats(self) -> Tensor | None:
+        """The statistics since the last call, the maximum over micro-batches; begins anew. Waits for no device.
+
+        Returns: Shape (units, 4), float32, on the device; columns as in ``QUANTIZER_STATS``, all >= 0, NaN where
+            nothing is known of a unit. An operand that is not finite has an error of +inf, never NaN: it is known to
+            be broken. None when nothing was seen of any unit.
+        """
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ Only dW changes. What is kept between forward and backward is Q(X), packed, and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,13 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
-from trimtab.precision.convertible import convertible_units
-from trimtab.precision.linear_conversion import LinearConversion, as_autocast_would, input_size
+from trimtab.precision.compiled_copy import allow_dynamic_sizes, scopes_of, traced_linear
+from trimtab.precision.conversion_plan import Planned, plan_conversion
+from trimtab.precision.convertible import why_not_plain_linear
+from trimtab.precision.grouping import Grouping, check_unit
+from trimtab.precision.linear_conversion import LinearConversion, as_autocast_would, in_backward, input_size
+from trimtab.precision.quantizer_stats import MOST_TOKENS, KeptStats, stats_row
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.shared_copy import SharedCopies
-from trimtab.precision.stored_copy import encode, stored_bytes_per_token
+from trimtab.precision.stored_copy import encode, encode_with_stats, stored_bytes_per_token
 from trimtab.precision.stored_linear import LinearFromStoredCopy
-from trimtab.precision.units import Unit
 
 __all__ = ["SavedActivations", "SavedActivationsConversion"]
 
@@ -47,8 +50,9 @@ class SavedActivations:
             micro-batch and layer, so that a forward recomputed by activation checkpointing stores the same codes. A
             loop that calls parts of the model and not the model draws the same noise for each micro-batch of a step.
         seed: Seed of stochastic rounding; 0 or more.
+        unit: What is switched as one: a projection, an attention or MLP half, or a block ("layer" is the same).
 
-    Raises: ConfigError: when a width, rounding or seed is none of these.
+    Raises: ConfigError: when a width, rounding, seed or unit is none of these.
 
     Source: Kong et al. 2026, section 5.1. Ours: one shared copy for layers that read the same tensor.
 
@@ -61,6 +65,7 @@ class SavedActivations:
     high_bits: int = 8
     rounding: Literal["nearest", "stochastic"] = field(default="nearest", kw_only=True)
     seed: int = field(default=0, kw_only=True)
+    unit: Grouping = field(default="projection", kw_only=True)
 
     name = "saved-activations"
 
@@ -80,6 +85,7 @@ class SavedActivations:
             raise ConfigError("rounding", self.rounding, "it is 'nearest' or 'stochastic'.", "Choose one of the two.")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
             raise ConfigError("seed", self.seed, "a seed is a whole number from 0.", "Set it to 0, say.")
+        check_unit(self.unit)
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration, JSON-able."""
@@ -90,42 +96,69 @@ class SavedActivations:
 
         Raises: ConfigError: when none of the units can be converted; the model is then untouched.
         """
-        convertible = convertible_units(model, units, "saved activations")
-        return SavedActivationsConversion(self, model, convertible)
+        return SavedActivationsConversion(self, model, plan_conversion(model, units, "saved activations", _why_not))
 
 
 class SavedActivationsConversion(LinearConversion):
     """A model whose projections keep packed copies of their inputs; made by ``SavedActivations.convert``."""
 
-    def __init__(self, recipe: SavedActivations, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, recipe: SavedActivations, model: nn.Module, planned: Sequence[Planned]) -> None:
         self.recipe = recipe
         self._corruptions: dict[int, tuple[Tensor, float]] = {}
         self._shared = SharedCopies()
-        super().__init__(model, units, tuple(_cost(recipe, unit) for unit in units))
+        self._stats: KeptStats | None = None
+        self._shadow = False
+        operators = [layers for _, layers in planned]
+        super().__init__(model, [unit for unit, _ in planned], [_cost(recipe, o) for o in operators], operators)
+        self._scopes = scopes_of(model, [m for layers in self.operators for m in layers])
+        self._stop_dynamic_sizes: Callable[[], None] | None = allow_dynamic_sizes()
 
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The layer's output, with its input kept in the width in force; None where the plain layer is to run."""
         bits = self.bits_in_force(index)
-        if bits == 16 or not torch.is_grad_enabled():
+        keeps_copy = bits != 16 and torch.is_grad_enabled()
+        if not keeps_copy and self._stats is None:
             return None
         source = x
         x, weight, bias = as_autocast_would(module, x)
+        if bits == 16:
+            self._note(index, bits, [], lambda: self._shared_low_row(source, x))
+            return None
         packed, scale = self.store(source, x, bits, index)
+        # Reentrant checkpointing trains by this forward too, and the recomputed one is not looked at.
+        if not keeps_copy:
+            return None
         transposed = not isinstance(module, nn.Linear)
         return LinearFromStoredCopy.apply(x, weight, bias, packed, scale, bits, transposed, self.corruption(index))
+
+    def trace(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+        """The layer's output, as a compiler traces it."""
+        if not torch.is_grad_enabled():
+            return None
+        return traced_linear(module, x, self._scopes.get(id(module)), self.handle, index)
+
+    def undo(self) -> None:
+        """Give every layer its class back, the model its hooks, and the compiler its setting."""
+        super().undo()
+        for scope in set(self._scopes.values()):
+            scope.remove()
+        if self._stop_dynamic_sizes is not None:
+            self._stop_dynamic_sizes()
+            self._stop_dynamic_sizes = None
+
+    def observe_quantizers(self, shadow: bool) -> None:
+        """From now on keep what packing did to each unit's input; see ``recipe.QuantizerObserver``."""
+        self._stats, self._shadow = KeptStats(len(self.units)), shadow
+
+    def take_quantizer_stats(self) -> Tensor | None:
+        """What was kept since the last call, shape (units, 4)."""
+        return None if self._stats is None else self._stats.take()
 
     def begin_step(self, step: int) -> None:
         """Optimizer step ``step`` begins: micro-batches are counted anew; copies and corruptions of the last end."""
         super().begin_step(step)
         self._shared.clear()
         self.heal()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: random numbers are seeded from the step, and the route is the controller's."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
 
     def bits_in_force(self, index: int) -> int:
         """The width in which unit ``index`` keeps its input now; asks for the route first, where one is due."""
@@ -153,18 +186,55 @@ class SavedActivationsConversion(LinearConversion):
             bits: Width of the copy.
             index: The unit that asks; a new copy's noise is seeded by it.
         """
+        packed, scale, *row = self._shared.get(
+            source, x.dtype, bits, lambda: self._made(x, bits, index, self._micro_batch)
+        )
+        self._note(index, bits, row, lambda: self._shared_low_row(source, x))
+        return packed, scale
 
-        def make() -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                return encode(x.detach(), bits, self._noise(x, index))
+    def encode(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """A new packed copy of ``x``, for compiled code."""
+        packed, scale, *row = self._made(x, bits, index, micro_batch)
+        self._note(index, bits, row, lambda: self._low_row(x))
+        return packed, scale
 
-        return self._shared.get(source, x.dtype, bits, make)
+    def observe_shared(self, index: int, bits: int, x: Tensor) -> None:
+        """Compiled code has unit ``index`` read a copy that another unit has made of ``x``, or keep ``x`` as it is."""
+        if self._stats is not None:
+            self._note(index, bits, [], lambda: self._low_row(x))
 
-    def _noise(self, x: Tensor, index: int) -> Tensor | None:
+    @torch.no_grad()
+    def _made(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
+        """A packed copy, its scales and, where that is wanted and ``bits`` are the low ones, its row of statistics."""
+        noise = self._noise(x, index, micro_batch)
+        if self._stats is None or bits != self.recipe.low_bits:
+            return encode(x.detach(), bits, noise)
+        packed, scale, stats = encode_with_stats(x.detach(), bits, noise, MOST_TOKENS)
+        return packed, scale, stats_row(stats)
+
+    @torch.no_grad()
+    def _low_row(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (stats_row(encode_with_stats(x.detach(), self.recipe.low_bits, None, MOST_TOKENS)[2]),)
+
+    def _shared_low_row(self, source: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        # No copy has this width.
+        return self._shared.get(source, x.dtype, -1, lambda: self._low_row(x))
+
+    def _note(self, index: int, bits: int, row: list[Tensor], low_row: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Keep the ``row`` that came with a copy, or that of the low width where the policy wants to know it."""
+        # A recomputed forward has been seen before.
+        if self._stats is None or self.recipe.low_bits == 16 or in_backward():
+            return
+        if not row and (self._shadow or bits == self.recipe.low_bits):
+            row = list(low_row())
+        if row:
+            self._stats.note(index, row[0])
+
+    def _noise(self, x: Tensor, index: int, micro_batch: int) -> Tensor | None:
         if self.recipe.rounding == "nearest":
             return None
         # Hashed, because a generator on the CPU reads no more than the lowest 32 bits of its seed.
-        words = np.random.SeedSequence([self.recipe.seed, self._step, self._micro_batch, index])
+        words = np.random.SeedSequence([self.recipe.seed, self._step, micro_batch, index])
         generator = torch.Generator(device=x.device)
         generator.manual_seed(int(words.generate_state(1, np.uint64)[0]))
         return torch.rand(x.shape, generator=generator, device=x.device)
@@ -174,9 +244,21 @@ class SavedActivationsConversion(LinearConversion):
         self._shared.clear()
 
 
-def _cost(recipe: SavedActivations, unit: Unit) -> PathCost:
-    weights: list[Any] = [m.weight for m in unit.modules]
-    sizes = [input_size(m) for m in unit.modules]
+def _why_not(module: nn.Module, under_fsdp: frozenset[int]) -> str | None:
+    """Why a layer keeps no packed copy, or None when it can."""
+    reason = why_not_plain_linear(module, under_fsdp)
+    weight: Any = getattr(module, "weight", None)
+    if reason is None and not weight.requires_grad:
+        reason = (
+            "its weight is frozen, so it keeps no input for a gradient (the trained parts of an adapter can be picked: "
+            "units=lambda m, fqn: 'lora_' in fqn)"
+        )
+    return reason
+
+
+def _cost(recipe: SavedActivations, layers: Sequence[nn.Module]) -> PathCost:
+    weights: list[Any] = [m.weight for m in layers]
+    sizes = [input_size(m) for m in layers]
     element_bytes = weights[0].element_size()
     return PathCost(
         low_saved_bytes=sum(stored_bytes_per_token(d, recipe.low_bits, element_bytes) for d in sizes),

@@ -14,7 +14,7 @@ __all__ = ["SharedCopies"]
 # Enough for every tensor that two projections of one block read, also where attention and MLP run side by side.
 _MOST_SHARED = 4
 
-Copy = tuple[Tensor, Tensor]
+Copy = tuple[Tensor, ...]
 
 
 class SharedCopies:
@@ -25,6 +25,8 @@ class SharedCopies:
 
     def get(self, source: Tensor, dtype: torch.dtype, bits: int, make: Callable[[], Copy]) -> Copy:
         """The copy of ``source`` in ``bits``: the one another layer had made, or what ``make`` makes now.
+
+        What a copy consists of is up to the caller, and the same for one ``bits``.
 
         Args:
             source: The tensor object that the layer was given; its identity and version say whether it is the same.

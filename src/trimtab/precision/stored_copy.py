@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.formats import get, pack, packed_size, unpack
+from trimtab.formats import QuantizationStats, channel_error, get, pack, packed_size, unpack
+from trimtab.formats.fake_quantization import evenly_spaced, flushed_share
 
-__all__ = ["decode", "encode", "stored_bytes_per_token"]
+__all__ = ["decode", "encode", "encode_with_stats", "stored_bytes_per_token"]
 
 
 def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -35,6 +36,41 @@ def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, T
         >>> bool((decode(*encode(x, 4), bits=4, size=2, dtype=x.dtype) == x).all())
         True
     """
+    codes, scale, _ = _codes(x, bits, noise)
+    return pack(codes.to(torch.int8), bits), scale
+
+
+def encode_with_stats(
+    x: Tensor, bits: int, noise: Tensor | None = None, most_tokens: int | None = None
+) -> tuple[Tensor, Tensor, QuantizationStats]:
+    """``encode``, and what it did to ``x``; a function of its own, so that who does not ask pays nothing.
+
+    Args:
+        x: As for ``encode``.
+        bits: As for ``encode``.
+        noise: As for ``encode``.
+        most_tokens: As for ``trimtab.formats.fake_quantize_with_stats``.
+
+    Returns: ``(packed, scale, stats)``. Nothing saturates, since the largest entry of a row meets the largest code.
+
+    Example:
+        >>> _, _, stats = encode_with_stats(torch.tensor([[70.0, 1.0]]), 4)
+        >>> stats.amax.item(), stats.flushed_share.item(), stats.channel_error.item()
+        (70.0, 0.5, 0.5)
+    """
+    codes, scale, amax = _codes(x, bits, noise)
+    some, some_codes, some_scales = (evenly_spaced(t, most_tokens) for t in (x, codes, scale))
+    stats = QuantizationStats(
+        amax=amax.amax() if amax.numel() else amax.new_zeros(()),
+        flushed_share=flushed_share(some, some_codes),
+        saturated_share=amax.new_zeros(()),
+        channel_error=channel_error(some, some_codes * some_scales),
+    )
+    return pack(codes.to(torch.int8), bits), scale, stats
+
+
+def _codes(x: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``(codes, scale, amax)``, all float32; codes of a row that is not finite are anything."""
     limit = get(f"int{bits}").max_value
     x = x.float()
     amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
@@ -44,7 +80,7 @@ def encode(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, T
     # A scale of zero (a row of zeros, or one so small that amax/limit underflows) must give codes of zero, not 0/0.
     codes = x / torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = torch.floor(codes.add_(noise)) if noise is not None else codes.round_()
-    return pack(codes.clamp_(-limit, limit).to(torch.int8), bits), scale
+    return codes.clamp_(-limit, limit), scale, amax
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimtab.precision.stored_copy import decode
 
-__all__ = ["LinearFromStoredCopy"]
+__all__ = ["LinearFromStoredCopy", "conv1d"]
 
 
 class LinearFromStoredCopy(torch.autograd.Function):
@@ -28,7 +28,7 @@ class LinearFromStoredCopy(torch.autograd.Function):
         corruption: tuple[Tensor, float] | None,
     ) -> Tensor:
         """The plain layer's output."""
-        output = _conv1d(x, weight, bias) if transposed else F.linear(x, weight, bias)
+        output = conv1d(x, weight, bias) if transposed else F.linear(x, weight, bias)
         # Both end in a view, and autograd forbids in-place operations (an inplace ReLU) on a view made in here.
         return output.data
 
@@ -73,6 +73,6 @@ def _is_column_major(x: Tensor) -> bool:
     return x.stride(-1) == x.numel() // x.shape[-1] and x.select(-1, 0).is_contiguous()
 
 
-def _conv1d(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+def conv1d(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
     """The transposed linear layer of GPT-2, as transformers computes it."""
     return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])

@@ -1,0 +1,187 @@
+"""What the quantizers of the low-cost paths did in a step: taken from the conversion, the maximum over all ranks.
+
+All ranks call in the same order with the same units, as they do for the gradient norms. R: recoverable units in the
+conversion's order, U: all units in the guard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.errors import ConfigError
+from trimtab.precision.convertible import is_dtensor
+from trimtab.precision.recipe import QUANTIZER_STATS, Conversion, QuantizerObserver, Recipe
+from trimtab.precision.units import Unit
+
+__all__ = ["QuantizerStats", "QuantizerValues", "quantizer_metrics", "wants_quantizer_stats"]
+
+QuantizerValues = dict[str, np.ndarray]
+"""By name as in ``QUANTIZER_STATS``: float64, shape (units,) in the guard's order, NaN = not known."""
+
+LONG_STEPS = 50
+"""Flagged for as many steps on end is no burst: five locks of the ``robust`` policy. Our choice."""
+
+
+def wants_quantizer_stats(setting: bool | None, error_limit: float | None, recipe: Recipe | None) -> bool:
+    """Whether a guard with these settings is to observe the quantizers.
+
+    Args:
+        setting: ``quantizer_stats`` of ``attach``; None = if the policy judges by them.
+        error_limit: The policy's.
+        recipe: The recipe, if any.
+
+    Raises: ConfigError: when the settings contradict one another.
+    """
+    if setting is not None and not isinstance(setting, bool):
+        raise ConfigError("quantizer_stats", setting, "it is True, False or None.", "Set one of them.")
+    if setting is False and error_limit is not None:
+        raise ConfigError(
+            "quantizer_stats",
+            setting,
+            f"the policy's error_limit={error_limit!r} judges units by what their quantizers do.",
+            "Leave quantizer_stats out, or set error_limit to None.",
+        )
+    wanted = bool(setting) or error_limit is not None
+    if wanted and recipe is None:
+        raise ConfigError(
+            "recipe",
+            recipe,
+            f"{_who_asks(error_limit)} needs quantizers to observe, and without a recipe there are none.",
+            "Attach with a recipe, or leave it out.",
+        )
+    return wanted
+
+
+class QuantizerStats:
+    """Reads the statistics of a conversion's quantizers, once a step.
+
+    Ranks agree by one all-reduce of the maximum. It runs over the meshes of sharded units, and without sharding over
+    the default group, all of whose ranks must then hold the same units.
+
+    Args:
+        recipe: The recipe, for the message.
+        conversion: Its conversion; starts observing here.
+        places: Position of each of the conversion's units among the guard's. Shape (R,).
+        num_units: U.
+        error_limit: The policy's. With one, units on the recovery path are observed as well.
+
+    Raises: ConfigError: when the conversion is no ``QuantizerObserver``.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        conversion: Conversion,
+        places: Sequence[int],
+        num_units: int,
+        error_limit: float | None,
+    ) -> None:
+        if not isinstance(conversion, QuantizerObserver):
+            raise ConfigError(
+                "recipe",
+                recipe.name,
+                f"{_who_asks(error_limit)} needs a recipe that tells what its quantizers do, and this one does not.",
+                "Choose a recipe whose conversion is a trimtab.precision.QuantizerObserver, or leave it out.",
+            )
+        self._observer: QuantizerObserver = conversion
+        self._units: tuple[Unit, ...] = tuple(conversion.units)
+        self._places = list(places)
+        self._num_units = num_units
+        self._error_limit = error_limit
+        self._num_long = 0
+        conversion.observe_quantizers(shadow=error_limit is not None)
+
+    @property
+    def size(self) -> int:
+        """Number of values of ``read``."""
+        return len(self._units) * len(QUANTIZER_STATS)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """This step's statistics, flat, the maximum over the ranks, NaN where none knows any; device work only."""
+        stats = self._observer.take_quantizer_stats()
+        if stats is None:
+            # A rank that has seen nothing still takes part in what all ranks do.
+            device = self._units[0].parameters()[0].device
+            stats = torch.full((len(self._units), len(QUANTIZER_STATS)), torch.nan, device=device)
+        groups = _groups_of(self._units)
+        if groups:
+            # Norms of shards are summed and these are not, so a sharded model has a second small all-reduce a step;
+            # without sharding this is the only one. All values are >= 0: -1 gives way to whatever another rank knows.
+            stats = stats.detach().masked_fill(stats.isnan(), -1.0)
+            for group in groups:
+                torch.distributed.all_reduce(stats, op=torch.distributed.ReduceOp.MAX, group=group)
+            stats = stats.masked_fill(stats < 0, torch.nan)
+        return stats.detach().flatten()
+
+    def drop(self) -> None:
+        """Forget what was seen since the last reading: its step is not observed."""
+        self._observer.take_quantizer_stats()
+
+    def restart(self) -> None:
+        """Training goes on from another state."""
+        self.drop()
+        self._num_long = 0
+
+    def by_unit(self, values: np.ndarray) -> QuantizerValues | None:
+        """A reading that has come to the host, in the guard's order of units; None when nothing is known."""
+        table = np.full((self._num_units, len(QUANTIZER_STATS)), np.nan)
+        table[self._places] = values.reshape(len(self._units), len(QUANTIZER_STATS))
+        if np.isnan(table).all():
+            return None
+        return {name: table[:, column].copy() for column, name in enumerate(QUANTIZER_STATS)}
+
+    def too_many_for_long(self, values: QuantizerValues | None, budget: int) -> str | None:
+        """A sentence when more units than the budget have been above the limit for ``LONG_STEPS`` steps on end.
+
+        Rotating a recovery path that is too small among them does no good: as measured, no more than any schedule.
+        """
+        if self._error_limit is None:
+            return None
+        num_above = 0 if values is None else int((values["error"] > self._error_limit).sum())
+        self._num_long = self._num_long + 1 if num_above > budget else 0
+        if self._num_long < LONG_STEPS:
+            return None
+        return (
+            f"The channel error of {num_above} units is above error_limit={self._error_limit:g}, and for "
+            f"{self._num_long} steps these have been more units than the {budget} that max_active allows on the "
+            "recovery path. Passing it on from one to the next does not help them: give the low-cost path a finer "
+            "scale or a wider format."
+        )
+
+
+def quantizer_metrics(values: QuantizerValues | None) -> dict[str, float]:
+    """A step's values for a logger, flat; only those that are known of some unit."""
+    if values is None:
+        return {}
+    known = {name: column[~np.isnan(column)] for name, column in values.items()}
+    metrics = {f"trimtab/quantizer/{name}_max": float(column.max()) for name, column in known.items() if column.size}
+    finite = known["error"][np.isfinite(known["error"])]
+    if finite.size:
+        metrics["trimtab/quantizer/error_mean"] = float(finite.mean())
+    return metrics
+
+
+def _who_asks(error_limit: float | None) -> str:
+    return "quantizer_stats=True" if error_limit is None else f"the policy's error_limit={error_limit!r}"
+
+
+def _groups_of(units: Iterable[Unit]) -> list[Any]:
+    """The process groups over which the units' statistics are to be compared; None is the default one."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    # Each fully_shard makes a mesh object of its own; equal ones are one mesh.
+    meshes = dict.fromkeys(p.device_mesh for unit in units for p in _dtensors(unit))
+    if meshes:
+        # In turn over each dimension that has more than one rank: a maximum of maxima. A slice of a mesh shares groups.
+        return list(dict.fromkeys(mesh.get_group(d) for mesh in meshes for d in range(mesh.ndim) if mesh.size(d) > 1))
+    return [None] if torch.distributed.get_world_size() > 1 else []
+
+
+def _dtensors(unit: Unit) -> list[Any]:
+    return [p for p in unit.parameters() if is_dtensor(p)]
