@@ -1,0 +1,123 @@
+"""Speed of the precision paths, as ratios in one run: a layer of each recipe, its statistics, and a switch of all units.
+
+Run: python benchmarks/paths.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import trimtab
+from trimtab.formats import fake_quantize, fake_quantize_with_stats, get, per_tile
+from trimtab.precision import QuantizedGemm, SavedActivations
+from trimtab.precision.quantizer_stats import MOST_TOKENS
+
+REPEATS = 15
+TOKENS, INPUTS, OUTPUTS = 1024, 1024, 1024
+NUM_LAYERS = 32
+
+
+def seconds(*acts: Callable[[], object]) -> list[float]:
+    """The median of each, taking turns, so that the machine's other work slows all alike."""
+    taken: list[list[float]] = [[] for _ in acts]
+    for _ in range(REPEATS):
+        for times, act in zip(taken, acts, strict=True):
+            start = time.perf_counter()
+            act()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
+
+
+def float8_layer(dtype: torch.dtype) -> nn.Module | None:
+    """torchao's layer, emulated; its default, a scale a tensor."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        print("torchao is not installed: no comparison with it")
+        return None
+    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
+    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+
+
+def layers() -> None:
+    print(f"Forward and backward of a linear layer, {TOKENS} tokens, {INPUTS} by {OUTPUTS}; the plain layer = 1")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(TOKENS, INPUTS, dtype=dtype, requires_grad=True)
+        grad = torch.randn(TOKENS, OUTPUTS, dtype=dtype)
+        recipes = {"saved activations 4/8": SavedActivations(4, 8), "quantized gemm e3m2/fp8": QuantizedGemm()}
+        acts = {"plain": run(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype), x, grad)}
+        for name, recipe in recipes.items():
+            for path in ("low", "high"):
+                model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
+                guard = trimtab.attach(model, recipe, units=["0"])
+                guard.route(["0"] if path == "high" else [])
+                acts[f"{name}, {path}"] = run(model, x, grad)
+        if (float8 := float8_layer(dtype)) is not None:
+            acts["torchao Float8Linear, emulated"] = run(float8, x, grad)
+        times = dict(zip(acts, seconds(*acts.values()), strict=True))
+        print(f"  {str(dtype)[6:]}: " + ", ".join(f"{n} {t / times['plain']:.2f}" for n, t in times.items()))
+        if float8 is not None:
+            ours, theirs = times["quantized gemm e3m2/fp8, high"], times["torchao Float8Linear, emulated"]
+            print(f"    FP8 path of quantized gemm against torchao's emulated layer: {ours / theirs:.2f}")
+
+
+def run(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], object]:
+    return lambda: model(x).backward(grad)
+
+
+def quantizer_statistics() -> None:
+    print("What the statistics of a quantizer add to it, as a share of its own time")
+    for dtype in (torch.float32, torch.bfloat16):
+        shares = []
+        for tokens in (1024, 4096):
+            x, fmt, tiles = torch.randn(tokens, INPUTS, dtype=dtype), get("e3m2"), per_tile()
+            plain, observed = seconds(
+                lambda x=x: fake_quantize(x, fmt, tiles),
+                lambda x=x: fake_quantize_with_stats(x, fmt, tiles, most_tokens=MOST_TOKENS),
+            )
+            shares.append(f"{tokens} tokens {observed / plain - 1:.2f}")
+        model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
+        x = torch.randn(TOKENS, INPUTS, dtype=dtype, requires_grad=True)
+        grad = torch.randn(TOKENS, OUTPUTS, dtype=dtype)
+        watched = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
+        trimtab.attach(model, QuantizedGemm(), units=["0"])
+        trimtab.attach(watched, QuantizedGemm(), units=["0"], quantizer_stats=True)
+        plain, observed = seconds(run(model, x, grad), run(watched, x, grad))
+        told = f"; of a whole layer, forward and backward, {observed / plain - 1:.2f}"
+        print(f"  {str(dtype)[6:]}: {', '.join(shares)}{told}")
+
+
+def switching() -> None:
+    blocks = [
+        nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q", "k", "v", "o", "gate", "up", "down")})
+        for _ in range(NUM_LAYERS)
+    ]
+    guard = trimtab.attach(nn.ModuleDict({"layers": nn.ModuleList(blocks)}), QuantizedGemm())
+    every, none = list(guard.units), []
+    on, off = seconds(lambda: guard.route(every), lambda: guard.route(none))
+    flags = [True] * len(every)
+    [conversion] = seconds(lambda: guard.conversion.route(flags))
+    print(
+        f"Switching all {len(every)} units of {NUM_LAYERS} layers: {1e3 * on:.3f} ms on, {1e3 * off:.3f} ms off, by a"
+    )
+    print(f"  decision {1e3 * conversion:.3f} ms")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers()
+    quantizer_statistics()
+    switching()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A linear layer whose three products are those of its unit's path: the autograd function, and operators of ours.
+
+A compiler sees the two operators only; which path a forward took travels to its backward in a tensor on the host, so
+that both agree whatever is routed in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.precision.linear_conversion import conversion_of
+
+if TYPE_CHECKING:
+    from trimtab.precision.quantized_gemm import QuantizedGemmConversion
+
+__all__ = ["QuantizedLinear"]
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """``apply(x, weight, bias, handle, unit)``: the output of a linear layer on the path that ``unit`` is on.
+
+    Keeps for backward what the plain layer keeps: the input where the weight has a gradient, and the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, unit: int) -> Tensor:
+        """The output, in ``x``'s dtype."""
+        # Looked at while tracing, the path would become part of the graph.
+        call = torch.ops.trimtab.quantized_linear if torch.compiler.is_compiling() else _forward
+        output, path = call(x, weight, bias, handle, unit)
+        ctx.handle, ctx.unit = handle, unit
+        ctx.shape = x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, path)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients."""
+        x: Tensor | None
+        x, weight, path = ctx.saved_tensors
+        flat_x = None if x is None else x.reshape(-1, x.shape[-1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight:
+            call = torch.ops.trimtab.quantized_linear_backward if torch.compiler.is_compiling() else _backward
+            grad_x, grad_weight = call(flat, flat_x, weight, path, needs_x, ctx.handle, ctx.unit)
+        if needs_bias:
+            grad_bias = flat.sum(0)
+        return (
+            grad_x.reshape(ctx.shape) if needs_x else None,
+            grad_weight if needs_weight else None,
+            grad_bias,
+            None,
+            None,
+        )
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, unit: int) -> tuple[Tensor, Tensor]:
+    conversion: QuantizedGemmConversion = conversion_of(handle)  # type: ignore[assignment]
+    active = conversion.is_active(unit)
+    output = conversion.forward_product(x, weight, bias, unit, active)
+    return output, torch.tensor(active)
+
+
+def _backward(
+    grad: Tensor, x: Tensor | None, weight: Tensor, path: Tensor, needs_x: bool, handle: int, unit: int
+) -> tuple[Tensor, Tensor]:
+    conversion: QuantizedGemmConversion = conversion_of(handle)  # type: ignore[assignment]
+    grad_x, grad_weight = conversion.gradient_products(grad, x, weight if needs_x else None, bool(path), unit)
+    none = grad.new_empty((0,))
+    return none if grad_x is None else grad_x, none if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+_forward_op = torch.library.custom_op(
+    "trimtab::quantized_linear", _forward, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+_backward_op = torch.library.custom_op(
+    "trimtab::quantized_linear_backward", _backward, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+
+
+@_forward_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, unit: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty((), dtype=torch.bool)
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor, x: Tensor | None, weight: Tensor, path: Tensor, needs_x: bool, handle: int, unit: int
+) -> tuple[Tensor, Tensor]:
+    grad_x = grad.new_empty((grad.shape[0], weight.shape[1])) if needs_x else grad.new_empty((0,))
+    return grad_x, torch.empty_like(weight) if x is not None else grad.new_empty((0,))
