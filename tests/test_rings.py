@@ -36,6 +36,8 @@ FORBIDDEN = {
     "faults": ("trimtab.guard", "trimtab.trace", "trimtab.control", "transformers"),
     "trace": ("torch", "trimtab.precision", "trimtab.monitors", "trimtab.guard", "transformers"),
     "report": ("torch", "trimtab.guard", "transformers"),
+    # What third parties run must ask for no test runner, and for none of the papers' models.
+    "testing": ("pytest", "transformers", "trimtab.experiments", "trimtab.integrations"),
     "guard.py": ("transformers", "trimtab.formats", "sqlite3"),
 }
 
@@ -48,6 +50,8 @@ def test_dependencies_point_inward(path):
         assert not offending, f"{path.name} imports {offending}"
     if ring(path) not in ("experiments", "cli.py"):
         assert not {n for n in names if n.startswith("trimtab.experiments")}
+    if ring(path) != "testing":
+        assert not {n for n in names if n.startswith("trimtab.testing")}
 
 
 @pytest.mark.parametrize("module", ["trimtab", "trimtab.control", "trimtab.trace", "trimtab.errors"])

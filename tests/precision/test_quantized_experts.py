@@ -99,7 +99,8 @@ def test_a_block_has_one_switch_for_its_attention_and_all_of_its_experts():
     model = mixtral()
     guard = trimtab.attach(model, QuantizedGemm(high="bf16", unit="block"))
     assert guard.units == ("model.layers.0", "model.layers.1")
-    assert guard.conversion.units_of_experts(1) == [1, 1, 1, 1]
+    number = guard.conversion.layers.index(model.model.layers[1].mlp.experts)
+    assert guard.conversion.units_of_experts(number) == [1, 1, 1, 1]
 
 
 def test_detaching_gives_the_experts_their_class_and_forward_back():

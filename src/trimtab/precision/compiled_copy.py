@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from trimtab.formats import packed_size
-from trimtab.precision.linear_conversion import as_autocast_would, conversion_of
+from trimtab.precision.linear_conversion import as_autocast_would, look_up
 from trimtab.precision.stored_copy import decode
 from trimtab.precision.stored_linear import conv1d
 
@@ -128,55 +128,56 @@ class _CloseScope(_ScopeHook):
             self.scope.is_open = False
 
 
-def traced_linear(module: nn.Module, source: Tensor, scope: CopyScope | None, handle: int, unit: int) -> Tensor:
+def traced_linear(module: nn.Module, source: Tensor, scope: CopyScope | None, key: Tensor) -> Tensor:
     """The layer's output, as a compiler traces it.
 
     Args:
         module: The layer.
         source: Its input.
         scope: That of its parent, where layers may share a copy.
-        handle: The conversion's.
-        unit: Number of the layer's unit.
+        key: The layer's, as its switch has it.
     """
     x, weight, bias = as_autocast_would(module, source)
     earlier = scope.copies_of(source) if scope is not None else []
-    copy = torch.ops.trimtab.store_copy(x.detach(), earlier, handle, unit)
+    copy = torch.ops.trimtab.store_copy(x.detach(), earlier, key)
     if scope is not None:
         scope.add(source, copy)
     transposed = not isinstance(module, nn.Linear)
-    return _LinearFromCopies.apply(x, weight, bias, handle, unit, transposed, *earlier, copy)
+    return _LinearFromCopies.apply(x, weight, bias, key, transposed, *earlier, copy)
 
 
 @torch.library.custom_op("trimtab::store_copy", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def store_copy(x: Tensor, earlier: Sequence[Tensor], handle: int, unit: int) -> Tensor:
-    """The copy of ``x`` in the width that ``unit`` is in, or the name of one of ``earlier`` that has it."""
-    conversion = _conversion(handle)
+def store_copy(x: Tensor, earlier: Sequence[Tensor], key: Tensor) -> Tensor:
+    """The copy of ``x`` in the width that the key's unit is in, or the name of one of ``earlier`` that has it."""
+    conversion, unit = _look_up(key)
     bits = conversion.bits_in_force(unit)
     micro_batch = conversion.count_call(unit)
     for k, copy in enumerate(earlier):
         if len(copy) >= _MOST_EARLIER and _width(copy) == bits:
-            conversion.observe_shared(unit, bits, x)
+            conversion.observe_copy(unit, bits, x, conversion.rows_of_copies.get(copy.data_ptr(), []))
             return x.new_empty((k + 1,), dtype=torch.uint8)
+    row: list[Tensor] = []
     if bits == 16:
-        conversion.observe_shared(unit, bits, x)
+        conversion.observe_copy(unit, bits, x, row)
         parts = [_as_bytes(x)]
     else:
-        packed, scale = conversion.encode(x, bits, unit, micro_batch)
+        packed, scale, *row = conversion.encode(x, bits, unit, micro_batch)
         parts = [_as_bytes(scale), _as_bytes(packed)]
     length = sum(len(part) for part in parts)
     padding = _MOST_EARLIER - length % _MOST_EARLIER + _WIDTH_OF_REMAINDER.index(bits)
-    return torch.cat([*parts, x.new_zeros((padding,), dtype=torch.uint8)])
+    made = torch.cat([*parts, x.new_zeros((padding,), dtype=torch.uint8)])
+    if row:
+        conversion.rows_of_copies[made.data_ptr()] = row
+    return made
 
 
 @store_copy.register_fake
-def _(x: Tensor, earlier: Sequence[Tensor], handle: int, unit: int) -> Tensor:
+def _(x: Tensor, earlier: Sequence[Tensor], key: Tensor) -> Tensor:
     return x.new_empty((torch.library.get_ctx().new_dynamic_size(),), dtype=torch.uint8)
 
 
 @torch.library.custom_op("trimtab::weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def weight_gradient(
-    grad: Tensor, copies: Sequence[Tensor], size: int, handle: int, unit: int, transposed: bool
-) -> Tensor:
+def weight_gradient(grad: Tensor, copies: Sequence[Tensor], size: int, key: Tensor, transposed: bool) -> Tensor:
     """The weight gradient from the gradient of the output, shape (tokens, outputs), and the stored copy."""
     *earlier, copy = copies
     if len(copy) < _MOST_EARLIER:
@@ -189,7 +190,8 @@ def weight_gradient(
         width = packed_size(size, bits)
         packed = copy[4 * tokens : (4 + width) * tokens].view(torch.int8).view(tokens, width)
         stored = decode(packed, scale, bits=bits, size=size, dtype=grad.dtype)
-    corruption = _conversion(handle).corruption(unit)
+    conversion, unit = _look_up(key)
+    corruption = conversion.corruption(unit)
     if corruption is not None:
         channels, factor = corruption
         stored = stored.clone() if bits == 16 else stored
@@ -198,7 +200,7 @@ def weight_gradient(
 
 
 @weight_gradient.register_fake
-def _(grad: Tensor, copies: Sequence[Tensor], size: int, handle: int, unit: int, transposed: bool) -> Tensor:
+def _(grad: Tensor, copies: Sequence[Tensor], size: int, key: Tensor, transposed: bool) -> Tensor:
     outputs = grad.shape[1]
     return grad.new_empty((size, outputs) if transposed else (outputs, size))
 
@@ -212,37 +214,34 @@ class _LinearFromCopies(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        handle: int,
-        unit: int,
+        key: Tensor,
         transposed: bool,
         *copies: Tensor,
     ) -> Tensor:
         """The plain layer's output."""
-        ctx.handle, ctx.unit, ctx.transposed = handle, unit, transposed
+        ctx.transposed = transposed
         ctx.size = x.shape[-1]
-        ctx.save_for_backward(weight, *copies)
+        ctx.save_for_backward(weight, key, *copies)
         return conv1d(x, weight, bias) if transposed else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The plain layer's gradients, but for the weight's, which reads the copy."""
-        weight, *copies = ctx.saved_tensors
+        weight, key, *copies = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
             grad_x = flat.mm(weight.t() if ctx.transposed else weight).reshape(*grad.shape[:-1], ctx.size)
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.ops.trimtab.weight_gradient(
-                flat, copies, ctx.size, ctx.handle, ctx.unit, ctx.transposed
-            )
+            grad_weight = torch.ops.trimtab.weight_gradient(flat, copies, ctx.size, key, ctx.transposed)
         if ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, *(None for _ in copies)
+        return grad_x, grad_weight, grad_bias, None, None, *(None for _ in copies)
 
 
-def _conversion(handle: int) -> SavedActivationsConversion:
-    conversion: Any = conversion_of(handle)
-    return conversion
+def _look_up(key: Tensor) -> tuple[SavedActivationsConversion, int]:
+    conversion, unit, _ = look_up(key)
+    return conversion, unit
 
 
 def _width(copy: Tensor) -> int:

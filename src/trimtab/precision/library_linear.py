@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.precision.converted_class import own_forward
-from trimtab.precision.linear_conversion import LinearConversion, conversion_of
+from trimtab.precision.linear_conversion import LinearConversion, Switch, look_up
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.units import Unit
 
@@ -67,8 +67,6 @@ class LibraryConversion(LinearConversion):
         on_undo: Callable[[], None] | None = None,
     ) -> None:
         self.paths = dict(paths)
-        self.layers = tuple(layer for layers in operators for layer in layers)
-        self._numbers = {id(layer): k for k, layer in enumerate(self.layers)}
         self._on_undo = on_undo
         super().__init__(model, units, costs, operators)
 
@@ -81,7 +79,7 @@ class LibraryConversion(LinearConversion):
         dtype = _dtype_of_output(x)
         return forward(x.to(dtype)).to(dtype)
 
-    def trace(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+    def trace(self, module: nn.Module, x: Tensor, switch: Switch) -> Tensor | None:
         """The layer's output, as a compiler traces it."""
         weight: Any = module.weight
         bias: Any = module.bias
@@ -91,8 +89,7 @@ class LibraryConversion(LinearConversion):
         # A frozen weight may be of a class of the library's own, and has no gradient to be connected by.
         weight = weight if weight.requires_grad else None
         bias = bias if bias is not None and bias.requires_grad else None
-        number = self._numbers[id(module)]
-        output: Tensor = _LibraryLinear.apply(x, weight, bias, outputs, is_cast, self.handle, index, number)
+        output: Tensor = _LibraryLinear.apply(x, weight, bias, outputs, is_cast, switch.key)
         return output
 
     def undo(self) -> None:
@@ -119,7 +116,7 @@ class LibraryConversion(LinearConversion):
 
 
 class _LibraryLinear(torch.autograd.Function):
-    """``apply(x, weight, bias, outputs, is_cast, handle, unit, number)``; ``number`` is that of the layer."""
+    """``apply(x, weight, bias, outputs, is_cast, key)``."""
 
     @staticmethod
     def forward(
@@ -129,32 +126,33 @@ class _LibraryLinear(torch.autograd.Function):
         bias: Tensor | None,
         outputs: int,
         is_cast: bool,
-        handle: int,
-        unit: int,
-        number: int,
+        key: Tensor,
     ) -> Tensor:
         """The output."""
-        output, path = torch.ops.trimtab.library_linear(x, outputs, is_cast, handle, unit, number)
-        ctx.handle, ctx.number, ctx.is_cast = handle, number, is_cast
-        ctx.save_for_backward(x, weight, bias, path)
+        output, path = torch.ops.trimtab.library_linear(x, outputs, is_cast, key)
+        ctx.is_cast = is_cast
+        ctx.save_for_backward(x, weight, bias, path, key)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients."""
-        x, weight, bias, path = ctx.saved_tensors
+        x, weight, bias, path, key = ctx.saved_tensors
         grads = torch.ops.trimtab.library_linear_backward(
-            grad, x, weight, bias, path, ctx.needs_input_grad[0], ctx.is_cast, ctx.handle, ctx.number
+            grad, x, weight, bias, path, ctx.needs_input_grad[0], ctx.is_cast, key
         )
-        return *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)), *[None] * 5
+        return (
+            *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)),
+            None,
+            None,
+            None,
+        )
 
 
 @torch.library.custom_op("trimtab::library_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _library_linear(
-    x: Tensor, outputs: int, is_cast: bool, handle: int, unit: int, number: int
-) -> tuple[Tensor, Tensor]:
-    conversion = _conversion(handle)
+def _library_linear(x: Tensor, outputs: int, is_cast: bool, key: Tensor) -> tuple[Tensor, Tensor]:
+    conversion, unit, number = _look_up(key)
     active = conversion.is_active(unit)
     # A library's own tensors are met by composite operators otherwise, which they never are in eager mode.
     with _autograd_within_an_operator(), torch.no_grad():
@@ -165,7 +163,7 @@ def _library_linear(
 
 
 @_library_linear.register_fake
-def _(x: Tensor, outputs: int, is_cast: bool, handle: int, unit: int, number: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, outputs: int, is_cast: bool, key: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype), torch.empty((), dtype=torch.bool)
 
 
@@ -178,10 +176,9 @@ def _library_linear_backward(
     path: Tensor,
     needs_x: bool,
     is_cast: bool,
-    handle: int,
-    number: int,
+    key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    conversion = _conversion(handle)
+    conversion, _, number = _look_up(key)
     module: Any = conversion.layers[number]
     with _autograd_within_an_operator(), torch.enable_grad():
         leaf = x.detach().requires_grad_(needs_x)
@@ -203,8 +200,7 @@ def _(
     path: Tensor,
     needs_x: bool,
     is_cast: bool,
-    handle: int,
-    number: int,
+    key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     none = grad.new_empty((0,))
     return (
@@ -237,6 +233,5 @@ def _dtype_of_output(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _conversion(handle: int) -> LibraryConversion:
-    conversion: Any = conversion_of(handle)
-    return conversion
+def _look_up(key: Tensor) -> tuple[LibraryConversion, int, int]:
+    return look_up(key)

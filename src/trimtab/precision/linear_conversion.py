@@ -2,8 +2,8 @@
 
 What a converted layer computes is up to the recipe, which derives from ``LinearConversion`` and gives ``run``, and
 ``trace`` where a compiler can have it in one graph. A graph must not know the route, or each switch would compile it
-anew: it calls an operator of ours by the conversion's handle and the unit's number, and that looks the route up when
-it runs.
+anew: it calls an operator of ours with a key, and that looks the route up when it runs. The key is a tensor, and so an
+input of the graph: numbers would be part of it, and blocks that are compiled one by one could not share theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.precision.convertible import is_dtensor
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.units import Unit, is_linear
 
-__all__ = ["LinearConversion", "as_autocast_would", "conversion_of", "in_backward", "input_size"]
+__all__ = ["LinearConversion", "Switch", "as_autocast_would", "in_backward", "input_size", "look_up"]
 
 _handles = itertools.count(1)
 _by_handle: weakref.WeakValueDictionary[int, LinearConversion] = weakref.WeakValueDictionary()
@@ -40,6 +40,7 @@ class LinearConversion(ABC):
 
     Attributes:
         handle: Number by which compiled code finds this conversion again.
+        layers: The converted layers, each once, from the input to the loss.
         needs_weight_gradient: Whether a layer with a frozen weight is left to run plainly.
     """
 
@@ -64,13 +65,16 @@ class LinearConversion(ABC):
         self._step = 1
         self._micro_batch = 0
         self._calls = [0] * len(self.units)
+        found: list[nn.Module] = []
         for index, layers in enumerate(self.operators):
             for module in layers:
                 if "_trimtab_switch" in module.__dict__:
                     continue  # experts are one module for many units
                 to_class = converted_class if is_linear(module) else converted_experts_class
-                module.__dict__["_trimtab_switch"] = _Switch(self, index)
+                module.__dict__["_trimtab_switch"] = Switch(self, index, len(found))
                 module.__class__ = to_class(type(module))
+                found.append(module)
+        self.layers = tuple(found)
         self._hooks = [
             model.register_forward_pre_hook(_BeginForward(self)),
             model.register_forward_hook(_EndForward(self), always_call=True),
@@ -80,18 +84,21 @@ class LinearConversion(ABC):
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The output of a layer of unit ``index``, or None where the plain layer is to run."""
 
-    def trace(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+    def trace(self, module: nn.Module, x: Tensor, switch: Switch) -> Tensor | None:
         """As ``run``, while a compiler traces; only called where ``is_traceable``.
 
-        It may read nothing that changes between steps.
+        It may read nothing that changes between steps, or that differs between layers of one shape but ``switch.key``.
         """
         raise NotImplementedError
 
-    def run_experts(self, module: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor | None:
-        """The output of a module of stacked experts, or None where the plain module is to run.
+    def run_experts(
+        self, module: nn.Module, switch: Switch, hidden: Tensor, chosen: Tensor, shares: Tensor
+    ) -> Tensor | None:
+        """The output of a module of stacked experts, or None where the plain module is to run; also while tracing.
 
         Args:
             module: The module.
+            switch: Its switch.
             hidden: Its input, shape (tokens, model).
             chosen: The experts of each token, shape (tokens, experts a token).
             shares: Their weights, of the same shape.
@@ -176,12 +183,29 @@ class LinearConversion(ABC):
         return self._calls[index]
 
 
-class _Switch:
-    """What a converted layer asks in its forward."""
+class Switch:
+    """What a converted layer asks in its forward.
 
-    def __init__(self, conversion: LinearConversion, index: int) -> None:
+    Args:
+        conversion: The conversion.
+        index: Number of the layer's unit; of experts, of the first.
+        number: Number of the layer among those that the conversion has converted.
+
+    Attributes:
+        key: The conversion's handle, ``index`` and ``number``, on the host: what compiled code hands to operators.
+        scope: What the layers of the same parent share while a compiler traces; see ``compiled_copy``.
+    """
+
+    def __init__(self, conversion: LinearConversion, index: int, number: int) -> None:
         self.conversion = conversion
         self.index = index
+        self.key = torch.tensor([conversion.handle, index, number])
+        self.scope: Any = None
+        self._run_outside = self.run
+        if not conversion.is_traceable:
+            # A route that changes cannot be traced as it stands: the layer runs eagerly between two compiled parts.
+            # As a decorator this would load the compiler, which takes seconds, wherever trimtab is imported.
+            self._run_outside = torch.compiler.disable(self.run, recursive=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is a plain model: nothing steers it."""
@@ -192,11 +216,9 @@ class _Switch:
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The layer's output, or None where the plain layer is to run."""
         if torch.compiler.is_compiling() and self.conversion.is_traceable:
-            return self.conversion.trace(module, x, self.index) if self._fits(module, x) else None
-        return self.run(module, x)
+            return self.conversion.trace(module, x, self) if self._fits(module, x) else None
+        return self._run_outside(module, x)
 
-    # A route that changes cannot be traced as it stands; the layer runs eagerly between two compiled parts.
-    @torch.compiler.disable(recursive=True)
     def run(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The same, outside compiled code."""
         if x.is_inference() or not self._fits(module, x):
@@ -210,7 +232,7 @@ class _Switch:
             return None
         if not torch.compiler.is_compiling() and hidden.is_inference():
             return None
-        return self.conversion.run_experts(module, *args)
+        return self.conversion.run_experts(module, self, *args)
 
     def _fits(self, module: nn.Module, x: Tensor) -> bool:
         """Whether this forward is one that can be converted."""
@@ -272,9 +294,13 @@ def _make_no_hook() -> Callable[..., None]:
     return _no_hook
 
 
-def conversion_of(handle: int) -> LinearConversion:
-    """The conversion that compiled code was traced under."""
-    return _by_handle[handle]
+def look_up(key: Tensor) -> tuple[Any, int, int]:
+    """What a switch's key stands for: its conversion, the number of its unit and that of its layer."""
+    handle, unit, number = key.tolist()
+    conversion = _by_handle.get(handle)
+    if conversion is None:
+        raise RuntimeError("a backward of compiled code ran after its guard was detached. Detach between steps.")
+    return conversion, unit, number
 
 
 def in_backward() -> bool:

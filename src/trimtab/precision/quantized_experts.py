@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.precision.linear_conversion import conversion_of
+from trimtab.precision.linear_conversion import look_up
 
 if TYPE_CHECKING:
     from trimtab.precision.quantized_gemm import QuantizedGemmConversion
@@ -44,7 +44,7 @@ def expert_weights(module: Any) -> tuple[Tensor, Tensor]:
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
 
 
-def run_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, handle: int, number: int) -> Tensor:
+def run_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, key: Tensor) -> Tensor:
     """The output of all experts.
 
     Args:
@@ -52,8 +52,7 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, han
         hidden: Input, shape (T, d).
         chosen: The experts of each token, shape (T, k).
         shares: Their weights, shape (T, k).
-        handle: The conversion's.
-        number: Number of the module among those that the conversion has.
+        key: The module's, as its switch has it.
 
     Returns: Shape (T, d).
     """
@@ -63,9 +62,9 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, han
     ends = (expert.unsqueeze(0) <= torch.arange(first.shape[0], device=expert.device).unsqueeze(1)).sum(1)
     name = "gate_up_proj" if module.has_gate else "up_proj"
     x = hidden[order // num_chosen]
-    x = _product(module, x, first, name, expert, ends, handle, number)
+    x = _product(module, x, first, name, expert, ends, key)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _product(module, x, second, "down_proj", expert, ends, handle, number)
+    x = _product(module, x, second, "down_proj", expert, ends, key)
     if module.has_post_expert_norm:
         x = module.post_expert_norm(x)
     x = x * shares.reshape(-1)[order].unsqueeze(-1)
@@ -73,44 +72,41 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor, han
     return x[back].view(*chosen.shape, x.shape[-1]).sum(-2).to(hidden.dtype)
 
 
-def _product(
-    module: Any, x: Tensor, weight: Tensor, name: str, expert: Tensor, ends: Tensor, handle: int, number: int
-) -> Tensor:
+def _product(module: Any, x: Tensor, weight: Tensor, name: str, expert: Tensor, ends: Tensor, key: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     weight = weight.transpose(-2, -1) if module.is_transposed else weight
-    output: Tensor = _GroupedLinear.apply(x, weight, ends, handle, number)
+    output: Tensor = _GroupedLinear.apply(x, weight, ends, key)
     if module.has_bias:
         output = output + getattr(module, f"{name}_bias")[expert].to(output.dtype)
     return output
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """``apply(x, weight, ends, handle, number)``: rows up to ``ends[e]`` times the transpose of ``weight[e]``."""
+    """``apply(x, weight, ends, key)``: rows up to ``ends[e]`` times the transpose of ``weight[e]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, handle: int, number: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, key: Tensor) -> Tensor:
         """The output, shape (S, out)."""
         call = torch.ops.trimtab.grouped_linear if torch.compiler.is_compiling() else _forward
-        output, paths = call(x, weight, ends, handle, number)
-        ctx.handle, ctx.number = handle, number
-        ctx.save_for_backward(x, weight, ends, paths)
+        output, paths = call(x, weight, ends, key)
+        ctx.conversion = None if torch.compiler.is_compiling() else _look_up(key)[0]  # alive until the backward
+        ctx.save_for_backward(x, weight, ends, paths, key)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients."""
-        x, weight, ends, paths = ctx.saved_tensors
+        x, weight, ends, paths, key = ctx.saved_tensors
         call = torch.ops.trimtab.grouped_linear_backward if torch.compiler.is_compiling() else _backward
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x, grad_weight = call(grad, x, weight, ends, paths, needs_x, needs_weight, ctx.handle, ctx.number)
-        return grad_x if needs_x else None, grad_weight if needs_weight else None, None, None, None
+        grad_x, grad_weight = call(grad, x, weight, ends, paths, needs_x, needs_weight, key)
+        return grad_x if needs_x else None, grad_weight if needs_weight else None, None, None
 
 
-def _forward(x: Tensor, weight: Tensor, ends: Tensor, handle: int, number: int) -> tuple[Tensor, Tensor]:
-    conversion = _conversion(handle)
-    units = conversion.units_of_experts(number)
+def _forward(x: Tensor, weight: Tensor, ends: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    conversion, units = _look_up(key)
     paths = [unit is not None and conversion.is_active(unit) for unit in units]
     # Rows past the last end belong to no expert here; they must not hold what memory held.
     output = x.new_zeros((x.shape[0], weight.shape[1]))
@@ -127,11 +123,9 @@ def _backward(
     paths: Tensor,
     needs_x: bool,
     needs_weight: bool,
-    handle: int,
-    number: int,
+    key: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    conversion = _conversion(handle)
-    units = conversion.units_of_experts(number)
+    conversion, units = _look_up(key)
     active = paths.tolist()
     grad_x = torch.zeros_like(x) if needs_x else x.new_empty((0,))
     # An expert without tokens has a gradient of exactly zero: it is not observed.
@@ -162,7 +156,7 @@ _backward_op = torch.library.custom_op(
 
 
 @_forward_op.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, handle: int, number: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, ends: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty((x.shape[0], weight.shape[1])), torch.empty((weight.shape[0],), dtype=torch.bool)
 
 
@@ -175,13 +169,13 @@ def _(
     paths: Tensor,
     needs_x: bool,
     needs_weight: bool,
-    handle: int,
-    number: int,
+    key: Tensor,
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty_like(x) if needs_x else x.new_empty((0,))
     return grad_x, weight.new_empty(weight.shape) if needs_weight else weight.new_empty((0,))
 
 
-def _conversion(handle: int) -> QuantizedGemmConversion:
-    conversion: Any = conversion_of(handle)
-    return conversion
+def _look_up(key: Tensor) -> tuple[QuantizedGemmConversion, list[int | None]]:
+    """The conversion, and the unit of each expert."""
+    conversion, _, number = look_up(key)
+    return conversion, conversion.units_of_experts(number)

@@ -21,7 +21,14 @@ from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.gemm_products import GemmPath, Ran, Scaling, forward_product, gradient_products, quantized
 from trimtab.precision.grouping import Grouping, check_unit
-from trimtab.precision.linear_conversion import LinearConversion, as_autocast_would, in_backward, input_size
+from trimtab.precision.linear_conversion import (
+    LinearConversion,
+    Switch,
+    as_autocast_would,
+    in_backward,
+    input_size,
+    look_up,
+)
 from trimtab.precision.quantized_experts import expert_weights, run_experts, why_not_experts
 from trimtab.precision.quantized_linear import QuantizedLinear
 from trimtab.precision.quantizer_stats import KeptStats, stats_row
@@ -115,19 +122,8 @@ class QuantizedGemmConversion(LinearConversion):
         self._shadow = False
         units = [unit for unit, _ in planned]
         operators = [layers for _, layers in planned]
-        self._units_of_experts: list[list[int | None]] = []
-        self._stack_numbers: dict[int, int] = {}
-        for index, (unit, layers) in enumerate(planned):
-            for module in layers:
-                count = num_experts(module)
-                if count is None:
-                    continue
-                number = self._stack_numbers.setdefault(id(module), len(self._units_of_experts))
-                if number == len(self._units_of_experts):
-                    self._units_of_experts.append([None] * count)
-                for e in range(count) if unit.expert is None else [unit.expert]:
-                    self._units_of_experts[number][e] = index
         super().__init__(model, units, [_cost(unit, layers) for unit, layers in planned], operators)
+        self._units_of_experts = _units_of_experts(planned, self.layers)
 
     @property
     def products(self) -> dict[str, str]:
@@ -140,30 +136,31 @@ class QuantizedGemmConversion(LinearConversion):
         if self._high is None and self.is_active(index):
             self._note(x, index, active=True)
             return None
-        return self.trace(module, x, index)
+        return self.trace(module, x, module.__dict__["_trimtab_switch"])
 
-    def trace(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+    def trace(self, module: nn.Module, x: Tensor, switch: Switch) -> Tensor | None:
         """The layer's output; which path is in force is looked up below, out of a compiler's sight."""
         x, weight, bias = as_autocast_would(module, x, keep_weight=True)
         if not torch.is_autocast_enabled(x.device.type) and x.dtype != weight.dtype:
             return None  # the plain layer says what is wrong
         weight = weight if isinstance(module, nn.Linear) else weight.t()
-        output: Tensor = QuantizedLinear.apply(x, weight, bias, self.handle, index)
+        output: Tensor = QuantizedLinear.apply(x, weight, bias, switch.key)
         return output
 
-    def run_experts(self, module: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor | None:
+    def run_experts(
+        self, module: nn.Module, switch: Switch, hidden: Tensor, chosen: Tensor, shares: Tensor
+    ) -> Tensor | None:
         """The output of stacked experts, each on the path that its unit is on; None where all run plainly."""
         if getattr(module, "_is_expert_parallel", False):
             return None
-        number = self._stack_numbers[id(module)]
         if self._high is None and not torch.compiler.is_compiling():
-            units = self.units_of_experts(number)
+            units = self.units_of_experts(look_up(switch.key)[2])
             if all(unit is None or self.is_active(unit) for unit in units) and not (self._stats and self._shadow):
                 return None
-        return run_experts(module, hidden, chosen, shares, self.handle, number)
+        return run_experts(module, hidden, chosen, shares, switch.key)
 
     def units_of_experts(self, number: int) -> list[int | None]:
-        """The unit of each expert of module ``number``; None for one that is in no unit, and runs plainly."""
+        """The unit of each expert of layer ``number``; None for one that is in no unit, and runs plainly."""
         return self._units_of_experts[number]
 
     def forward_product(
@@ -212,6 +209,19 @@ class QuantizedGemmConversion(LinearConversion):
 def _why_not(module: nn.Module, under_fsdp: frozenset[int]) -> str | None:
     """Why this recipe cannot convert a layer or a module of experts, or None when it can."""
     return why_not_plain_linear(module, under_fsdp) if num_experts(module) is None else why_not_experts(module)
+
+
+def _units_of_experts(planned: Sequence[Planned], layers: Sequence[nn.Module]) -> dict[int, list[int | None]]:
+    """The unit of each expert, by the number of the module that stacks them."""
+    numbers = {id(module): number for number, module in enumerate(layers)}
+    units: dict[int, list[int | None]] = {}
+    for index, (unit, of_unit) in enumerate(planned):
+        for module in of_unit:
+            if (count := num_experts(module)) is not None:
+                rows = units.setdefault(numbers[id(module)], [None] * count)
+                for e in range(count) if unit.expert is None else [unit.expert]:
+                    rows[e] = index
+    return units
 
 
 def _cost(unit: Unit, layers: Sequence[nn.Module]) -> PathCost:

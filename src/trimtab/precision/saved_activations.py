@@ -25,12 +25,13 @@ from trimtab.precision.compiled_copy import allow_dynamic_sizes, scopes_of, trac
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.grouping import Grouping, check_unit
-from trimtab.precision.linear_conversion import LinearConversion, as_autocast_would, in_backward, input_size
+from trimtab.precision.linear_conversion import LinearConversion, Switch, as_autocast_would, in_backward, input_size
 from trimtab.precision.quantizer_stats import MOST_TOKENS, KeptStats, stats_row
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.shared_copy import SharedCopies
 from trimtab.precision.stored_copy import encode, encode_with_stats, stored_bytes_per_token
 from trimtab.precision.stored_linear import LinearFromStoredCopy
+from trimtab.precision.units import Unit
 
 __all__ = ["SavedActivations", "SavedActivationsConversion"]
 
@@ -107,10 +108,15 @@ class SavedActivationsConversion(LinearConversion):
         self._corruptions: dict[int, tuple[Tensor, float]] = {}
         self._shared = SharedCopies()
         self._stats: KeptStats | None = None
+        # By the place in memory of a copy that compiled code has made: units that read another's find its row there.
+        self.rows_of_copies: dict[int, list[Tensor]] = {}
         self._shadow = False
         operators = [layers for _, layers in planned]
         super().__init__(model, [unit for unit, _ in planned], [_cost(recipe, o) for o in operators], operators)
-        self._scopes = scopes_of(model, [m for layers in self.operators for m in layers])
+        converted = [m for layers in self.operators for m in layers]
+        self._scopes = scopes_of(model, converted)
+        for module in converted:
+            module.__dict__["_trimtab_switch"].scope = self._scopes.get(id(module))
         self._stop_dynamic_sizes: Callable[[], None] | None = allow_dynamic_sizes()
 
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
@@ -131,11 +137,11 @@ class SavedActivationsConversion(LinearConversion):
         transposed = not isinstance(module, nn.Linear)
         return LinearFromStoredCopy.apply(x, weight, bias, packed, scale, bits, transposed, self.corruption(index))
 
-    def trace(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
+    def trace(self, module: nn.Module, x: Tensor, switch: Switch) -> Tensor | None:
         """The layer's output, as a compiler traces it."""
         if not torch.is_grad_enabled():
             return None
-        return traced_linear(module, x, self._scopes.get(id(module)), self.handle, index)
+        return traced_linear(module, x, switch.scope, switch.key)
 
     def undo(self) -> None:
         """Give every layer its class back, the model its hooks, and the compiler its setting."""
@@ -158,6 +164,7 @@ class SavedActivationsConversion(LinearConversion):
         """Optimizer step ``step`` begins: micro-batches are counted anew; copies and corruptions of the last end."""
         super().begin_step(step)
         self._shared.clear()
+        self.rows_of_copies.clear()
         self.heal()
 
     def bits_in_force(self, index: int) -> int:
@@ -192,16 +199,16 @@ class SavedActivationsConversion(LinearConversion):
         self._note(index, bits, row, lambda: self._shared_low_row(source, x))
         return packed, scale
 
-    def encode(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """A new packed copy of ``x``, for compiled code."""
+    def encode(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
+        """A new packed copy of ``x``, for compiled code: packed, scale and, where wanted, its row of statistics."""
         packed, scale, *row = self._made(x, bits, index, micro_batch)
-        self._note(index, bits, row, lambda: self._low_row(x))
-        return packed, scale
+        self.observe_copy(index, bits, x, row)
+        return packed, scale, *row
 
-    def observe_shared(self, index: int, bits: int, x: Tensor) -> None:
-        """Compiled code has unit ``index`` read a copy that another unit has made of ``x``, or keep ``x`` as it is."""
+    def observe_copy(self, index: int, bits: int, x: Tensor, row: list[Tensor]) -> None:
+        """Compiled code has unit ``index`` read a copy of ``x``, its own or another's, that came with this ``row``."""
         if self._stats is not None:
-            self._note(index, bits, [], lambda: self._low_row(x))
+            self._note(index, bits, row, lambda: self._low_row(x))
 
     @torch.no_grad()
     def _made(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
@@ -221,14 +228,13 @@ class SavedActivationsConversion(LinearConversion):
         return self._shared.get(source, x.dtype, -1, lambda: self._low_row(x))
 
     def _note(self, index: int, bits: int, row: list[Tensor], low_row: Callable[[], tuple[Tensor, ...]]) -> None:
-        """Keep the ``row`` that came with a copy, or that of the low width where the policy wants to know it."""
+        """Keep the ``row`` that came with a copy of the low width, or what that width would have made of ``x``."""
         # A recomputed forward has been seen before.
         if self._stats is None or self.recipe.low_bits == 16 or in_backward():
             return
-        if not row and (self._shadow or bits == self.recipe.low_bits):
-            row = list(low_row())
-        if row:
-            self._stats.note(index, row[0])
+        if self._active[index] and not self._shadow:
+            return
+        self._stats.note(index, *(row or low_row()))
 
     def _noise(self, x: Tensor, index: int, micro_batch: int) -> Tensor | None:
         if self.recipe.rounding == "nearest":

@@ -1,0 +1,106 @@
+"""What a path has made of each frozen weight, kept beside the weight for as long as it stays the same."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["WeightCopies"]
+
+T = TypeVar("T")
+
+
+class WeightCopies(Generic[T]):
+    """What a path has made of each frozen weight, and makes anew when the weight is another one.
+
+    At each look it is compared by its identity, its place in memory and autograd's count of its changes. A change
+    through ``.data`` is not counted, so at the first look of a step some of its entries are compared too. That waits
+    for the device, at a time when the decision on the step has just done so.
+
+    Args:
+        model: The model; of what FSDP2 shards in it, nothing is kept.
+        make: What to make of a layer's weight; called without gradients.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], T]) -> None:
+        self._model = weakref.ref(model)
+        self._make = make
+        self._kept: dict[int, _Kept[T]] = {}
+        self._sharded: set[int] = set()
+        self._unsampled: set[int] = set()
+
+    def begin_step(self) -> None:
+        """A step begins, before which a weight may have changed."""
+        self._unsampled = set(self._kept)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._kept.clear()
+
+    @torch.no_grad()
+    def make(self, layer: nn.Module) -> T:
+        """A new copy of the weight of ``layer``, which is not kept."""
+        return self._make(layer)
+
+    def get(self, layer: nn.Module) -> T:
+        """The copy of the weight of ``layer``."""
+        key = id(layer)
+        if key in self._sharded:
+            return self.make(layer)
+        weight: Any = layer.weight
+        kept = self._kept.get(key)
+        if kept is not None and kept.is_of(weight) and (key not in self._unsampled or kept.has_entries_of(weight)):
+            self._unsampled.discard(key)
+            return kept.copy
+        # The old copy goes before the new one is made: there may not be room for both.
+        kept = None
+        self._kept.pop(key, None)
+        self._unsampled.discard(key)
+        copy = self.make(layer)
+        # FSDP2 may have come after conversion. Its whole weights are made anew, so the search is rare.
+        if _is_under_fsdp(self._model(), layer):
+            self._sharded.add(key)
+        else:
+            self._kept[key] = _Kept(weight, copy)
+        return copy
+
+
+class _Kept(Generic[T]):
+    """One copy, and what the weight was like that it was made of."""
+
+    __slots__ = ("copy", "sample", "token", "weight")
+
+    def __init__(self, weight: Tensor, copy: T) -> None:
+        self.weight = weakref.ref(weight)
+        self.token = _token(weight)
+        self.sample = _sample(weight).clone()
+        self.copy = copy
+
+    def is_of(self, weight: Tensor) -> bool:
+        return self.weight() is weight and self.token == _token(weight)
+
+    def has_entries_of(self, weight: Tensor) -> bool:
+        return torch.equal(self.sample, _sample(weight))
+
+
+def _token(weight: Tensor) -> tuple[Any, ...]:
+    version = -1 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device, weight.shape
+
+
+def _sample(weight: Tensor) -> Tensor:
+    # Adapters that are merged change every entry. An odd step does not stay in one column.
+    return weight.detach().reshape(-1)[:: (weight.numel() // 64) | 1]
+
+
+def _is_under_fsdp(model: nn.Module | None, layer: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or model is None:
+        return False
+    tops = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+    return any(m is layer for top in tops for m in top.modules())
