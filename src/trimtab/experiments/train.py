@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ from torch.utils.data import Dataset
 
 from trimtab.control import Policy, preset, robust
 from trimtab.errors import ConfigError, MissingExtraError
+from trimtab.experiments.exercise import Observable, exercise_summary
+from trimtab.experiments.model_loading import first_line, load_model, with_adapters
+from trimtab.experiments.recipes import RECIPES, make_recipe
 from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
 from trimtab.experiments.text import load_corpus, read_files
-from trimtab.precision import SavedActivations
+from trimtab.precision import Recipe, find_units
+from trimtab.trace import open_run
 
 __all__ = ["last_whole_checkpoint", "run_train"]
 
@@ -48,20 +53,20 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
 
     Raises:
         ConfigError: when a setting cannot be meant, or the folder holds a run with other settings or a whole one.
-        MissingExtraError: when transformers is not installed.
+        MissingExtraError: when transformers, or a package that the recipe or the model needs, is not installed.
     """
     try:
         from transformers import Trainer, TrainingArguments, set_seed
 
+        from trimtab.experiments.exercise_callback import ExerciseCallback
         from trimtab.integrations.transformers import TrimtabCallback
     except ImportError:
         raise MissingExtraError("trimtab train", "transformers", "hf") from None
     is_first = int(os.environ.get("RANK", "0")) == 0
     policy = policy_of(settings)
     _check_loggers(settings.report_to)
-    recipe = None
-    if settings.recipe != "none":
-        recipe = SavedActivations(settings.low_bits, settings.high_bits, rounding=settings.rounding)  # type: ignore[arg-type]
+    needs = RECIPES[settings.recipe]
+    recipe = make_recipe(settings.recipe, **settings.recipe_settings)
     prepare_folder(settings.out)
     documents = read_files(settings.data)
     identity = _identity(settings, documents)
@@ -70,7 +75,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     model, tokenizer = load_model(settings)
     checkpoint = last_whole_checkpoint(settings.out) if resumes else None
     trained = checkpoint is not None and int(checkpoint.name.removeprefix("checkpoint-")) >= settings.steps
-    if trained:
+    if trained and not settings.adapter_rank:
         model = type(model).from_pretrained(str(checkpoint))
     num_ids = model.get_input_embeddings().num_embeddings
     corpus = load_corpus(documents, tokenizer=tokenizer, vocab_size=num_ids, sequence=settings.sequence)
@@ -81,6 +86,8 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
             f"it has {num_ids} token ids, and the tokenizer makes {corpus.vocab_size}.",
             "Raise vocab_size in the config, or name the model's own tokenizer.",
         )
+    if settings.adapter_rank:
+        model = with_adapters(model, settings, checkpoint if trained else None)
     has_gpu = torch.accelerator.is_available()
     arguments = TrainingArguments(
         output_dir=str(settings.out),
@@ -103,22 +110,46 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         save_total_limit=2,
         logging_steps=settings.log_every,
         report_to=settings.report_to.split(","),
+        # Under adapters the Trainer cannot find out, and would evaluate without a loss.
+        label_names=["labels"],
     )
     _try_forward(model, settings)
     if settings.gradient_checkpointing:
         # The newer name where there is one: the older warns.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
+        if settings.adapter_rank:
+            # Else no gradient would reach the blocks: the embeddings are frozen.
+            model.enable_input_require_grads()
     # Beyond a thousand sequences the figure hardly moves, and a large held-out text would take longer than the run.
     held_out = corpus.validation[: 1024 * settings.sequence]
+    train_tokens = corpus.train
+    if needs.token_multiple > 1:
+        # The batch at the end of an epoch must be a whole one.
+        per_step = settings.batch * settings.sequence * int(os.environ.get("WORLD_SIZE", "1"))
+        train_tokens = train_tokens[: len(train_tokens) // per_step * per_step]
+        if not len(train_tokens):
+            raise ConfigError(
+                "data",
+                f"{len(corpus.train)} training tokens",
+                f"the recipe {settings.recipe!r} needs whole batches, of {per_step} tokens.",
+                "Give more text, or lower batch or sequence.",
+            )
+    watch = TrimtabCallback(recipe, policy=policy, record=settings.out)
+    callbacks: list[Any] = [watch]
+    if settings.exercise_every:
+        observable: Observable = "outputs" if needs.changes_output else "quantizers"
+        callbacks.append(ExerciseCallback(watch, settings.exercise_every, observable))
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=TextWindows(corpus.train, settings.sequence),
+        train_dataset=TextWindows(train_tokens, settings.sequence),
         eval_dataset=TextWindows(held_out, settings.sequence),
         processing_class=corpus.tokenizer,
-        callbacks=[TrimtabCallback(recipe, policy=policy, record=settings.out)],
+        callbacks=callbacks,
     )
+    if recipe is not None:
+        _try_recipe(model, recipe)
     if is_first and not resumes:
         # Only now: what was refused until here must not leave a folder that looks like a run.
         write_whole(settings.out / _IDENTITY, identity)
@@ -139,10 +170,14 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         "record": str(settings.out / "run.sqlite"),
     }
     if trainer.is_world_process_zero():
+        if settings.exercise_every:
+            with open_run(settings.out) as run:
+                summary["exercise"] = exercise_summary(run)
         write_whole(settings.out / "summary.json", summary)
+        what = "Adapters" if settings.adapter_rank else "Model"
         print(
             f"Validation loss {val_loss:.4f} nats a token, {summary['val_nats_per_byte']:.4f} nats a byte.\n"
-            f"Model: {summary['final_model']}   Record: trimtab runs {settings.out}"
+            f"{what}: {summary['final_model']}   Record: trimtab runs {settings.out}"
         )
     return summary
 
@@ -161,48 +196,12 @@ def policy_of(settings: TrainSettings) -> Policy:
     return dataclasses.replace(policy, damping=settings.damping)
 
 
-def load_model(settings: TrainSettings) -> tuple[Any, Any]:
-    """The model, and the tokenizer to use: an object, "bytes" or "bpe".
-
-    Raises: ConfigError: when the path is no Hugging Face config or checkpoint of a causal LM.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    path = Path(settings.model)
-    if not path.exists():
-        raise ConfigError(
-            "model", settings.model, "there is no such file or folder.", "Name a config.json or a local checkpoint."
-        )
-    try:
-        config = AutoConfig.from_pretrained(str(path))
-        weights = path.is_dir() and any(
-            p.suffix in (".safetensors", ".bin") and p.stem.startswith(("model", "pytorch_model"))
-            for p in path.iterdir()
-        )
-        make = AutoModelForCausalLM
-        model = make.from_pretrained(str(path)) if weights else make.from_config(config)
-    except Exception as error:  # whatever a config or a file of weights can be wrong in
-        reason = _first_line(error)
-        raise ConfigError(
-            "model",
-            settings.model,
-            f"transformers cannot make a causal LM of it ({reason}).",
-            "Name a config.json with a model_type, or a folder that save_pretrained wrote.",
-        ) from None
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
-    if settings.tokenizer in ("bytes", "bpe"):
-        return model, settings.tokenizer
-    folder = Path(settings.tokenizer) if settings.tokenizer is not None else (path if path.is_dir() else path.parent)
-    if settings.tokenizer is None and not (folder / "tokenizer_config.json").exists():
-        return model, "bytes"
-    try:
-        return model, AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:
-        reason = _first_line(error)
-        raise ConfigError(
-            "tokenizer", str(folder), f"no tokenizer loads from it ({reason}).", "Name a folder with one, or bytes."
-        ) from None
+def _try_recipe(model: Any, recipe: Recipe) -> None:
+    """Raises: ConfigError, MissingExtraError: when it cannot convert the model, before anything is written for it."""
+    with warnings.catch_warnings():
+        # The guard says it again.
+        warnings.simplefilter("ignore")
+        recipe.convert(model, find_units(model, grouping=getattr(recipe, "unit", "projection"))).undo()
 
 
 def _check_loggers(names: str) -> None:
@@ -232,16 +231,11 @@ def _try_forward(model: Any, settings: TrainSettings) -> None:
         raise ConfigError(
             "model",
             settings.model,
-            f"it fails on a sequence of {settings.sequence} tokens ({_first_line(error)}).",
+            f"it fails on a sequence of {settings.sequence} tokens ({first_line(error)}).",
             "Correct its config, or shorten the sequence.",
         ) from None
     finally:
         model.train()
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def last_whole_checkpoint(out: Path) -> Path | None:
