@@ -27,6 +27,7 @@ bench: $(VENV)/.ready
 	$(PY) benchmarks/formats.py
 	$(PY) benchmarks/step.py
 	$(PY) benchmarks/memory.py
+	$(PY) benchmarks/paths.py
 
 # The README's picture, from the records of the last demo. Drawing it needs Chrome or Chromium on the machine.
 picture: $(VENV)/.ready

@@ -1,14 +1,14 @@
-"""Speed of the precision paths, as ratios in one run: a layer of each recipe, its statistics, and a switch of all units.
+"""Speed of the precision paths, as ratios in one run: layers, statistics of quantizers, and a switch of all units.
 
 Run: python benchmarks/paths.py
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,18 @@ NUM_LAYERS = 32
 
 
 def seconds(*acts: Callable[[], object]) -> list[float]:
-    """The median of each, taking turns, so that the machine's other work slows all alike."""
-    taken: list[list[float]] = [[] for _ in acts]
+    """The fastest run of each, taking turns, so that the machine's other work slows all alike."""
+    best = [float("inf")] * len(acts)
     for _ in range(REPEATS):
-        for times, act in zip(taken, acts, strict=True):
+        for i, act in enumerate(acts):
             start = time.perf_counter()
             act()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best
 
 
 def float8_layer(dtype: torch.dtype) -> nn.Module | None:
-    """torchao's layer, emulated; its default, a scale a tensor."""
+    """Float8Linear of torchao, emulated; its default, a scale a tensor."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -80,8 +80,8 @@ def quantizer_statistics() -> None:
         for tokens in (1024, 4096):
             x, fmt, tiles = torch.randn(tokens, INPUTS, dtype=dtype), get("e3m2"), per_tile()
             plain, observed = seconds(
-                lambda x=x: fake_quantize(x, fmt, tiles),
-                lambda x=x: fake_quantize_with_stats(x, fmt, tiles, most_tokens=MOST_TOKENS),
+                partial(fake_quantize, x, fmt, tiles),
+                partial(fake_quantize_with_stats, x, fmt, tiles, most_tokens=MOST_TOKENS),
             )
             shares.append(f"{tokens} tokens {observed / plain - 1:.2f}")
         model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
@@ -97,7 +97,12 @@ def quantizer_statistics() -> None:
 
 def switching() -> None:
     blocks = [
-        nn.ModuleDict({name: nn.Linear(8, 8) for name in ("q", "k", "v", "o", "gate", "up", "down")})
+        nn.ModuleDict(
+            {
+                name: nn.Linear(8, 8)
+                for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+            }
+        )
         for _ in range(NUM_LAYERS)
     ]
     guard = trimtab.attach(nn.ModuleDict({"layers": nn.ModuleList(blocks)}), QuantizedGemm())
