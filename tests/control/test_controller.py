@@ -308,6 +308,59 @@ def test_errors_of_every_kind_of_array_go_with_norms_of_any_other(norms, kind):
     assert np.asarray(decision.risk).tolist() == [2.0, 1 / 1.3]
 
 
+# Raised risks
+
+
+def test_a_raised_risk_counts_as_it_is_beside_what_the_norms_say():
+    decision = Controller(4, Policy()).update([1.0] * 4, None, [2.0, 1.0, 0.1, np.nan])
+    assert decision.risk.tolist() == [2.0, 1.0, 1 / 1.3, 1 / 1.3]
+    assert decision.active.tolist() == [True, False, False, False]
+
+
+def test_a_raised_risk_that_is_none_adds_nothing():
+    for none in (np.nan, -0.5, -np.inf, None):
+        assert Controller(2, Policy()).update([1.0, 0.0], None, [none, none]).risk.tolist() == [1 / 1.3, 0.0]
+
+
+def test_raised_risks_are_under_the_budget_and_a_failed_norm_goes_before_an_infinite_one():
+    decision = Controller(3, Policy(max_active=1)).update([1.0, np.nan, 1.0], None, [9.0, 0.0, np.inf])
+    assert decision.risk.tolist() == [9.0, np.inf, LARGEST]
+    assert decision.active.tolist() == [False, True, False]
+
+
+def test_a_raised_risk_counts_before_act_from_step_and_without_a_norm_and_scales_nothing():
+    decision = Controller(2, Policy(act_from_step=9)).update([1.0, 0.0], None, [2.0, 2.0])
+    assert decision.risk.tolist() == [2.0, 2.0]
+    assert decision.scale.tolist() == [1.0, 1.0]
+
+
+def test_a_unit_without_a_recovery_path_is_never_active_however_high_its_risk_is_raised():
+    controller = Controller(2, Policy(max_active=2), recoverable=[False, True])
+    assert controller.update([1.0, 1.0], None, [9.0, 9.0]).active.tolist() == [False, True]
+
+
+def test_random_units_are_chosen_as_without_a_raised_risk_which_is_scored_all_the_same():
+    one, other = (MatchedRandom([1] * 9, seed=3).start(5) for _ in range(2))
+    for _ in range(9):
+        raised, plain = one.update([1.0] * 5, None, [7.0] * 5), other.update([1.0] * 5)
+        assert raised.active.tolist() == plain.active.tolist()
+        assert raised.risk.tolist() == [7.0] * 5
+
+
+@pytest.mark.parametrize("norms", [[1.0, 1.0], torch.ones(2), array_api_strict.asarray([1.0, 1.0])])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, array_api_strict.asarray])
+def test_raised_risks_of_every_kind_of_array_go_with_norms_of_any_other(norms, kind):
+    decision = Controller(2, Policy()).update(norms, None, kind([2.0, 0.5]))
+    assert np.asarray(decision.risk).tolist() == [2.0, 1 / 1.3]
+
+
+def test_a_wrong_number_of_raised_risks_is_told_with_both_numbers():
+    for controller in (Controller(3, Policy()), MatchedRandom([1], seed=0).start(3), ReferenceController(3, Policy())):
+        with pytest.raises(ValueError, match=r"risks: got 1, .*3 units"):
+            controller.update([1.0] * 3, None, [0.1])
+        assert controller.step == 0
+
+
 # Units
 
 

@@ -54,19 +54,19 @@ def runs(draw, max_steps=25, least_units=1):
 
 
 @st.composite
-def runs_with_errors(draw, max_steps=25):
-    """Norms and channel errors of every step (None: no error is known), a policy, and which units are recoverable."""
+def full_runs(draw, max_steps=25):
+    """Norms, channel errors and raised risks of every step (None: there are none), a policy, which are recoverable."""
     trace, policy, recoverable = draw(runs(max_steps))
     num_units = len(trace[0])
-    step_errors = st.one_of(st.none(), st.lists(errors, min_size=num_units, max_size=num_units))
-    return [(step_norms, draw(step_errors)) for step_norms in trace], policy, recoverable
+    beside = st.one_of(st.none(), st.lists(errors, min_size=num_units, max_size=num_units))
+    return [(step_norms, draw(beside), draw(beside)) for step_norms in trace], policy, recoverable
 
 
-def as_array(library, step_errors):
-    """Errors as an array of ``library``, which has no None."""
-    if step_errors is None:
+def as_array(library, values):
+    """Errors or risks as an array of ``library``, which has no None."""
+    if values is None:
         return None
-    return ARRAYS[library]([np.nan if error is None else error for error in step_errors])
+    return ARRAYS[library]([np.nan if value is None else value for value in values])
 
 
 def assert_same(one, other):
@@ -78,13 +78,13 @@ def through_json(state):
     return json.loads(json.dumps(state, allow_nan=False))
 
 
-@given(runs_with_errors())
+@given(full_runs())
 @settings(max_examples=150, deadline=None)
 def test_any_input_gives_a_valid_decision_within_the_budget(run):
     trace, policy, recoverable = run
     controller = policy.start(len(trace[0][0]), recoverable)
-    for step_norms, step_errors in trace:
-        decision = controller.update(step_norms, step_errors)
+    for step_norms, step_errors, step_risks in trace:
+        decision = controller.update(step_norms, step_errors, step_risks)
         assert decision.active.sum() <= controller.budget
         assert not (decision.active & ~np.array(controller.recoverable)).any()
         assert not np.isnan(decision.risk).any()
@@ -102,51 +102,51 @@ def test_any_input_gives_a_valid_decision_within_the_budget(run):
 
 
 @pytest.mark.parametrize("library", ARRAYS)
-@given(run=runs_with_errors(), as_list=st.booleans())
+@given(run=full_runs(), as_list=st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_the_fast_form_equals_the_slow_truth_to_the_last_bit(library, run, as_list):
     trace, policy, recoverable = run
     slow = ReferenceController(len(trace[0][0]), policy, recoverable)
     fast = Controller(len(trace[0][0]), policy, recoverable)
-    for step_norms, step_errors in trace:
-        given_errors = step_errors if as_list else as_array(library, step_errors)
-        assert_same(slow.update(step_norms, step_errors), fast.update(ARRAYS[library](step_norms), given_errors))
+    for step_norms, *beside in trace:
+        given_beside = beside if as_list else [as_array(library, values) for values in beside]
+        assert_same(slow.update(step_norms, *beside), fast.update(ARRAYS[library](step_norms), *given_beside))
     assert slow.state_dict() == fast.state_dict()
 
 
-@given(runs_with_errors())
+@given(full_runs())
 @settings(max_examples=80, deadline=None)
-def test_errors_change_neither_what_is_remembered_nor_what_is_damped(run):
+def test_errors_and_raised_risks_change_neither_what_is_remembered_nor_what_is_damped(run):
     trace, policy, recoverable = run
-    with_errors, without = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
-    for step_norms, step_errors in trace:
-        a, b = with_errors.update(step_norms, step_errors), without.update(step_norms)
+    with_both, without = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
+    for step_norms, step_errors, step_risks in trace:
+        a, b = with_both.update(step_norms, step_errors, step_risks), without.update(step_norms)
         for name in ("gnmr", "delta", "scale"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
         assert (a.risk >= b.risk).all()
-        if policy.error_limit is None or step_errors is None:
+        if (policy.error_limit is None or step_errors is None) and step_risks is None:
             np.testing.assert_array_equal(a.risk, b.risk)
     routed = {"active", "lock"}
-    memories = zip(with_errors.state_dict()["units"].values(), without.state_dict()["units"].values(), strict=True)
+    memories = zip(with_both.state_dict()["units"].values(), without.state_dict()["units"].values(), strict=True)
     for one, other in memories:
         assert {k: v for k, v in one.items() if k not in routed} == {k: v for k, v in other.items() if k not in routed}
 
 
-@given(runs_with_errors(), st.data())
+@given(full_runs(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_save_and_load_at_any_step_equals_an_uninterrupted_run(run, data):
     trace, policy, recoverable = run
     at = data.draw(st.integers(0, len(trace)))
     whole, resumed = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
     first = policy.start(len(trace[0][0]), recoverable)
-    for step_norms, step_errors in trace[:at]:
-        whole.update(step_norms, step_errors)
-        first.update(step_norms, step_errors)
+    for step_inputs in trace[:at]:
+        whole.update(*step_inputs)
+        first.update(*step_inputs)
     resumed.load_state_dict(through_json(first.state_dict()))
     np.testing.assert_array_equal(resumed.active, whole.active)
     assert resumed.step == whole.step
-    for step_norms, step_errors in trace[at:]:
-        assert_same(resumed.update(step_norms, step_errors), whole.update(step_norms, step_errors))
+    for step_inputs in trace[at:]:
+        assert_same(resumed.update(*step_inputs), whole.update(*step_inputs))
     assert resumed.state_dict() == whole.state_dict()
 
 

@@ -94,6 +94,8 @@ def test_a_record_of_version_1_is_read_and_left_as_it_is(old):
         assert made.notes == ()
         assert made.steps.active.any()
         assert summarize(run).num_steps == NUM_STEPS
+        assert run.reading_keys == ()
+        assert len(run.readings("router", "entropy")[0]) == 0
     runs_table(summaries(path.parent), path.parent)
     assert path.read_bytes() == content
     assert version_of(path) == 1
@@ -117,15 +119,18 @@ def test_a_writer_that_goes_on_in_a_record_of_version_1_brings_it_up_to_date(old
         RunWriter(path, config={"policy": policy.to_dict()}, units=units, start_step=NUM_STEPS, state=state) as writer,
     ):
         assert len(before.steps()) == NUM_STEPS  # a reader that was there already reads on
+        assert before.reading_keys == ()
         write_steps(writer, controller, NUM_STEPS + 1, NUM_STEPS + 5, errors=[0.1, 0.9, np.nan])
+        writer.write_step(StepRow(step=NUM_STEPS + 6, skipped=True, readings={"router": {"entropy": (("",), [0.5])}}))
         assert writer.flush()
-        assert len(before.steps()) == NUM_STEPS + 5
+        assert len(before.steps()) == NUM_STEPS + 6
+        assert before.readings("router", "entropy")[1].tolist() == [[0.5]]
     assert version_of(path) == SCHEMA_VERSION == 2
     with open_run(path) as run:
         table = run.steps()
         assert np.isnan(table.errors[:NUM_STEPS]).all()
-        np.testing.assert_array_equal(table.errors[NUM_STEPS:], [[0.1, 0.9, np.nan]] * 5)
-        assert table.active[-1].tolist() == [False, True, False]
+        np.testing.assert_array_equal(table.errors[NUM_STEPS:-1], [[0.1, 0.9, np.nan]] * 5)
+        assert table.active[-2].tolist() == [False, True, False]
         made = replay(run)
         assert made.num_different == 0
         assert made.notes == ()

@@ -155,14 +155,17 @@ class RandomController:
         return self._policy.budget(len(self._candidates))
 
     def update(
-        self, norms: Array | Sequence[float | None], errors: Array | Sequence[float | None] | None = None
+        self,
+        norms: Array | Sequence[float | None],
+        errors: Array | Sequence[float | None] | None = None,
+        risks: Array | Sequence[float | None] | None = None,
     ) -> Decision:
-        """Choose the next step's active set at random, and score norms and errors; see ``Controller.update``.
+        """Choose the next step's active set at random, and score norms, errors and risks; see ``Controller.update``.
 
         Raises:
-            ValueError: when the number of norms, or of errors, is not the number of units.
+            ValueError: when the number of norms, of errors or of risks is not the number of units.
         """
-        scored = self._scorer.update(norms, errors)
+        scored = self._scorer.update(norms, errors, risks)
         self._active = np.zeros(len(self.units), dtype=np.bool_)
         random = np.random.default_rng((self._policy.seed, scored.step))
         self._active[random.choice(self._candidates, size=self._count(scored.step), replace=False)] = True

@@ -25,9 +25,9 @@ __all__ = ["Controller"]
 class Controller:
     """Score every unit's gradient norm, and choose the units that take the recovery path in the next step.
 
-    Deterministic: the same norms and channel errors give the same decisions on every rank and after every resume. The
-    state is float64, and lives in the namespace and on the device of the norms last given; a device without float64
-    cannot hold it.
+    Deterministic: the same norms, channel errors and raised risks give the same decisions on every rank and after
+    every resume. The state is float64, and lives in the namespace and on the device of the norms last given; a device
+    without float64 cannot hold it.
     ``update`` reads no value back, so on an accelerator it waits for nothing.
 
     Args:
@@ -102,14 +102,17 @@ class Controller:
         return self._budget
 
     def update(
-        self, norms: Array | Sequence[float | None], errors: Array | Sequence[float | None] | None = None
+        self,
+        norms: Array | Sequence[float | None],
+        errors: Array | Sequence[float | None] | None = None,
+        risks: Array | Sequence[float | None] | None = None,
     ) -> Decision:
         """Take the decision of one optimizer step.
 
-        Whatever the norms and errors are, the answer is a valid decision within the budget.
+        Whatever the norms, errors and risks are, the answer is a valid decision within the budget.
 
         An error is a risk of its own: it counts in full where the norm was not observed, and before ``act_from_step``,
-        for it needs no history. It changes neither history nor damping.
+        for it needs no history. It changes neither history nor damping. So does a risk that is raised.
 
         Args:
             norms: L2 norm of each unit's gradient before clipping, after unscaling and accumulation. Shape (units,),
@@ -119,12 +122,15 @@ class Controller:
                 largest finite double (+inf is kept for failed norms). Shape (units,). NaN, negative, or None in a
                 list, = not known, adds nothing. Ignored while the policy has no ``error_limit``. Errors that live
                 elsewhere than the norms are copied to them.
+            risks: Risk that something else sees in each unit, an alarm, say: above 1 makes a candidate of it. +inf is
+                the largest finite double. Shape (units,). NaN, negative, or None in a list, = none. Copied to the norms
+                as errors are.
 
         Returns:
             The scores of this step and the active set of the next.
 
         Raises:
-            ValueError: when the number of norms, or of errors, is not the number of units.
+            ValueError: when the number of norms, of errors or of risks is not the number of units.
 
         Source: Kong et al. 2026, Algorithms 1 and 2.
 
@@ -137,15 +143,15 @@ class Controller:
         norms = self._one_a_unit("norms", to_array(norms))
         if errors is not None:
             errors = self._one_a_unit("errors", to_array(errors, missing=float("nan")))
+        if risks is not None:
+            risks = self._one_a_unit("risks", to_array(risks, missing=float("nan")))
         if not self._place.is_home_of(norms):
             self._move_to(place_of(norms))
-        if errors is not None and not self._place.is_home_of(errors):
-            errors = self._place.floats(to_numpy(place_of(errors).widen(errors)))
         step = self._step + 1
         alpha, beta = self._threshold("alpha", step), self._threshold("beta", step)
         with np.errstate(all="ignore"):  # an overflow is clamped below; other libraries do not speak of it
-            wide = None if errors is None else self._place.widen(errors)
-            return self._decide(self._place.widen(norms), wide, step, alpha, beta)
+            wide_errors, wide_risks = self._beside_norms(errors), self._beside_norms(risks)
+            return self._decide(self._place.widen(norms), wide_errors, wide_risks, step, alpha, beta)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on bit for bit, as plain values that JSON takes; waits for the device.
@@ -185,7 +191,9 @@ class Controller:
         self._thresholds = {"alpha": memory.alpha, "beta": memory.beta}
         return report
 
-    def _decide(self, norms: Array, errors: Array | None, step: int, alpha: float, beta: float) -> Decision:
+    def _decide(
+        self, norms: Array, errors: Array | None, risks: Array | None, step: int, alpha: float, beta: float
+    ) -> Decision:
         place, policy, xp = self._place, self._policy, self._place.xp
         seen = observe(norms, place)
         scores = score(self._history, seen, place)
@@ -193,11 +201,14 @@ class Controller:
         if step > policy.act_from_step:
             judged = xp.maximum(scores.gnmr / place.number(alpha), scores.delta / place.number(beta))
             risk = xp.where(seen.observed, xp.minimum(judged, place.largest), risk)
-        # Before errors come in: they say nothing about how large the gradient should have been.
+        # Before the others come in: they say nothing about how large the gradient should have been.
         overgrown = (risk > place.one) & seen.observed
         if errors is not None and policy.error_limit is not None:
             error_risk = xp.minimum(errors / place.number(policy.error_limit), place.largest)
             risk = xp.maximum(risk, xp.where(errors >= place.zero, error_risk, place.zero))
+        if risks is not None:
+            raised = xp.where(risks >= place.zero, xp.minimum(risks, place.largest), place.zero)
+            risk = xp.maximum(risk, raised)
         risky = risk > place.one
         candidates = (risky | (self._lock > 0)) & self._can_recover
         active = select_active(risk, candidates, self._budget, place)
@@ -231,6 +242,12 @@ class Controller:
                 f"{name}: got {got}, but there are {len(self._units)} units. Pass one {name.removesuffix('s')} a unit."
             )
         return values
+
+    def _beside_norms(self, values: Array | None) -> Array | None:
+        """``values`` as float64 where the state lives."""
+        if values is None or self._place.is_home_of(values):
+            return None if values is None else self._place.widen(values)
+        return self._place.floats(to_numpy(place_of(values).widen(values)))
 
     def _threshold(self, name: str, step: int) -> float:
         """The threshold at ``step``; the last valid one, and one warning, where a schedule has none."""

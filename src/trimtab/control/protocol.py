@@ -42,9 +42,18 @@ class ControllerLike(Protocol):
         ...
 
     def update(
-        self, norms: Array | Sequence[float | None], errors: Array | Sequence[float | None] | None = None
+        self,
+        norms: Array | Sequence[float | None],
+        errors: Array | Sequence[float | None] | None = None,
+        risks: Array | Sequence[float | None] | None = None,
     ) -> Decision:
-        """Decide the next step's active set from this step's norms and, where known, channel errors; shape (units,)."""
+        """Decide the next step's active set; everything is (units,).
+
+        Args:
+            norms: This step's.
+            errors: Channel errors, where known.
+            risks: Risks raised from outside. A controller that does not take them works while none is raised.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,7 +56,12 @@ class ReferenceController:
         self.step = 0
         self.memories = [UnitMemory() for _ in self.units]
 
-    def update(self, norms: Sequence[float], errors: Sequence[float | None] | None = None) -> Decision:
+    def update(
+        self,
+        norms: Sequence[float],
+        errors: Sequence[float | None] | None = None,
+        risks: Sequence[float | None] | None = None,
+    ) -> Decision:
         """Take the decision of one optimizer step; see ``Controller.update``."""
         if len(norms) != len(self.units):
             raise ValueError(f"norms: got {len(norms)}, but the controller has {len(self.units)} units.")
@@ -64,10 +69,14 @@ class ReferenceController:
             errors = [None] * len(self.units)
         if len(errors) != len(self.units):
             raise ValueError(f"errors: got {len(errors)}, but the controller has {len(self.units)} units.")
+        if risks is None:
+            risks = [None] * len(self.units)
+        if len(risks) != len(self.units):
+            raise ValueError(f"risks: got {len(risks)}, but the controller has {len(self.units)} units.")
         self.step += 1
         alpha, beta = self.policy.thresholds(self.step)
         gnmr, delta, risk, scale = [], [], [], []
-        for memory, norm, error in zip(self.memories, map(float, norms), errors, strict=True):
+        for memory, norm, error, raised in zip(self.memories, map(float, norms), errors, risks, strict=True):
             if is_failed(norm):
                 unit_gnmr = unit_delta = unit_risk = math.inf
                 unit_scale = 0.0
@@ -82,8 +91,8 @@ class ReferenceController:
                 remember(memory, norm, unit_gnmr, self.policy)
             gnmr.append(unit_gnmr)
             delta.append(unit_delta)
-            # Only here: damping went by what the norm alone says, the choice of units goes by the greater of the two.
-            risk.append(max(unit_risk, error_risk_of(error, self.policy)))
+            # Only here: damping went by what the norm alone says, the choice of units goes by the greatest of all.
+            risk.append(max(unit_risk, error_risk_of(error, self.policy), raised_risk_of(raised)))
             scale.append(unit_scale)
         chosen = choose(risk, self.memories, self.recoverable, self.budget)
         for unit, memory in enumerate(self.memories):
@@ -144,6 +153,13 @@ def error_risk_of(error: float | None, policy: Policy) -> float:
     if policy.error_limit is None or error is None or not error >= 0:  # not `error < 0`: NaN is not known either
         return 0.0
     return min(float(error) / policy.error_limit, LARGEST)  # +inf is kept for failed norms
+
+
+def raised_risk_of(raised: float | None) -> float:
+    """The risk that something else has raised the unit's to; 0 where nothing has."""
+    if raised is None or not raised >= 0:  # not `raised < 0`: NaN is none too
+        return 0.0
+    return min(float(raised), LARGEST)  # +inf is kept for failed norms
 
 
 def remember(memory: UnitMemory, norm: float, gnmr: float, policy: Policy) -> None:

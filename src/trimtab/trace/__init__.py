@@ -7,7 +7,8 @@ Words:
     row: One optimizer step. Its active set is decided from its own norms, and routes the step after it.
     event: A fault, an alarm, a switch, a gap, at a step and a place.
     gap: Steps that could not be written, and are marked as lost.
-    replay: The decisions of a policy, taken again from the recorded norms and channel errors.
+    replay: The decisions of a policy, taken again from the recorded norms, channel errors and raised risks.
+    reading: What a monitor read in a step, a value a place. Kept as float32.
 """
 
 from trimtab.trace.find import find_runs

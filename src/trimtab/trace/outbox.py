@@ -9,6 +9,8 @@ import threading
 import time
 from collections import deque
 
+import numpy as np
+
 from trimtab.errors import RecordError
 from trimtab.trace.rows import Event, StepRow
 from trimtab.trace.statements import Gap, Item, OpenSegment
@@ -23,6 +25,7 @@ MAX_WAITING_ROWS = 10_000
 MAX_WAITING_BYTES = 32 * 2**20
 PATIENCE_S = 1.0
 _BYTES_PER_UNIT = 73  # eight float64, an int64 and a bool
+_BYTES_PER_READING = 300  # the array itself and the tuple around it; the names are shared by all rows
 
 
 class Outbox:
@@ -37,8 +40,8 @@ class Outbox:
         self.warnings: deque[str] = deque()
         self._store = store
         self._segment = segment
-        row_bytes = 1000 + _BYTES_PER_UNIT * len(segment.units)
-        self._max_waiting = max(2 * COMMIT_STEPS, min(MAX_WAITING_ROWS, MAX_WAITING_BYTES // row_bytes))
+        self._row_bytes = 1000 + _BYTES_PER_UNIT * len(segment.units)
+        self._max_waiting = _most_waiting(self._row_bytes)
         self._changed = threading.Condition()  # over a re-entrant lock: a finalizer may run while this thread holds it
         self._waiting: deque[tuple[OpenSegment, Item]] = deque()
         self._commit_at = float("inf")
@@ -60,6 +63,8 @@ class Outbox:
         """
         with self._changed:
             self._segment = segment
+            if isinstance(item, StepRow) and item.readings:
+                self._max_waiting = min(self._max_waiting, _most_waiting(self._row_bytes + _reading_bytes(item)))
             if len(self._waiting) >= self._max_waiting:
                 if self._outage is None and self._patient:
                     self._patient = self._changed.wait_for(self._has_room, PATIENCE_S)
@@ -178,6 +183,15 @@ class Outbox:
         known.first, known.last = min(known.first, gap.first), max(known.last, gap.last)
         known.num_steps += gap.num_steps
         known.num_events += gap.num_events
+
+
+def _most_waiting(row_bytes: int) -> int:
+    return max(2 * COMMIT_STEPS, min(MAX_WAITING_ROWS, MAX_WAITING_BYTES // row_bytes))
+
+
+def _reading_bytes(row: StepRow) -> int:
+    values = (values for by_metric in (row.readings or {}).values() for _, values in by_metric.values())
+    return sum(_BYTES_PER_READING + np.asarray(one).nbytes for one in values)
 
 
 def _no_gap(batch: list[tuple[OpenSegment, Item]]) -> Gap:

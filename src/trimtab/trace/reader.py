@@ -9,8 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trimtab.errors import RecordError
 from trimtab.trace import encoding
+from trimtab.trace.readings import read_reading, reading_keys
 from trimtab.trace.rescue import rescue
 from trimtab.trace.rows import Event, UnitRow
 from trimtab.trace.schema import connect_read_only, record_path, refusal, require_record
@@ -176,6 +180,21 @@ class Run:
             return events
 
         return self._read(query)
+
+    def readings(self, monitor: str, metric: str) -> tuple[NDArray[np.int64], NDArray[np.float32], tuple[str, ...]]:
+        """What a monitor read along the live line, place by place; rank 0's values in a run of several. T: readings.
+
+        Returns:
+            The optimizer steps, shape (T,); the values, shape (T, places), NaN where a place has none; and the names of
+            the places, those of the latest reading. Values of earlier ones are matched by name. All three are empty
+            when the record holds none.
+        """
+        return self._read(lambda c: read_reading(c, self._read_segments(c), monitor, metric))
+
+    @property
+    def reading_keys(self) -> tuple[tuple[str, str], ...]:
+        """Every monitor and metric that ``readings`` has values of, sorted."""
+        return self._read(lambda c: reading_keys(c, self._read_segments(c)))
 
     def fold(self, start: Callable[[], F]) -> tuple[F, tuple[Segment, ...]]:
         """Add each row of the live line, in the units of its own segment, to a fold, without holding them all.

@@ -1,4 +1,4 @@
-"""What a policy would have decided on the norms and channel errors of a recorded run."""
+"""What a policy would have decided on the norms, channel errors and raised risks of a recorded run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Replay:
 
 
 def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) -> Replay:
-    """Take a run's decisions again from its recorded norms and channel errors, with its own policy or another.
+    """Take a run's decisions again from its recorded norms, channel errors and raised risks, with any policy.
 
     A set routed by hand changes what ran, and so the norms, but no decision: it is in the row of the step that ran
     under it, as ``extra["routed_by_hand"]``, and replay passes it over.
@@ -75,6 +75,13 @@ def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) 
     return player.result()
 
 
+def raised_risks(raised: Mapping[str, float] | None, units: tuple[str, ...]) -> NDArray[np.float64] | None:
+    """The risks of a row's ``extra["raised"]`` in the order of ``units``, NaN = none; None when nothing was raised."""
+    if not raised:
+        return None
+    return np.array([raised.get(name, np.nan) for name in units], dtype=np.float64)
+
+
 class _Player:
     def __init__(self, run: Run, policy: PolicyLike | None) -> None:
         self._run = run
@@ -108,13 +115,14 @@ class _Player:
         for name in ("alpha", "beta"):
             if not np.isnan(row.scalars[name]):
                 self._in_force[name] = row.scalars[name]
-        if row.extra and row.extra.get("raised"):
-            self._note("Some steps hold risks raised by alarms, which this replay leaves out; decisions may differ.")
         if row.errors is None and getattr(self._policy, "error_limit", None) is not None:
             self._note(
                 "Some steps hold no channel errors for the policy's error_limit; they were judged by norms alone."
             )
-        decision = self._controller.update(row.norms, row.errors)
+        risks = raised_risks((row.extra or {}).get("raised"), self._units)
+        # As the guard asks: a controller that takes no risks is only given some where there are some.
+        more = () if risks is None else (risks,)
+        decision = self._controller.update(row.norms, row.errors, *more)
         scalars = row.scalars | {"alpha": float(decision.alpha), "beta": float(decision.beta)}
         made = dataclasses.replace(
             row,

@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from trimtab.errors import RecordError
+from trimtab.trace.readings import decode_reading, has_readings, read_names
 from trimtab.trace.schema import DDL, refusal, require_record
 from trimtab.trace.table import COLUMNS, DamagedRowError, decode_row, selected_columns
 
@@ -87,4 +88,21 @@ def _copy_rows(source: sqlite3.Connection, memory: sqlite3.Connection) -> bool:
             memory.execute("INSERT INTO events (segment, step, kind, place, data) VALUES (?, ?, ?, ?, ?)", row)
     except (sqlite3.DatabaseError, UnicodeDecodeError, MemoryError):
         whole = False
-    return whole
+    return _copy_readings(source, memory) and whole
+
+
+def _copy_readings(source: sqlite3.Connection, memory: sqlite3.Connection) -> bool:
+    """Copy the monitors' readings in the order written, up to the first that is not whole; whether all of them were."""
+    try:
+        if not has_readings(source):
+            return True
+        for row in source.execute("SELECT segment, monitor, metric, num, names FROM places"):
+            memory.execute("INSERT INTO places (segment, monitor, metric, num, names) VALUES (?, ?, ?, ?, ?)", row)
+        num_places = {key: len(names) for key, names in read_names(memory).items()}
+        columns = "segment, step, monitor, metric, places, vals"
+        for row in source.execute(f"SELECT {columns} FROM readings NOT INDEXED ORDER BY id"):
+            decode_reading(row[5], num_places[row[0], row[2], row[3], row[4]])
+            memory.execute(f"INSERT INTO readings ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)
+    except (sqlite3.DatabaseError, DamagedRowError, KeyError, UnicodeDecodeError, MemoryError):
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,9 @@ class StepRow:
     elapsed_s: float | None = None
     """Seconds since the segment started. None: the writer's own clock."""
     extra: Mapping[str, Any] | None = None
-    """What else belongs to the step: units damped, units routed by hand while it ran, monitors' values."""
+    """What else belongs to the step: units damped or routed by hand while it ran, risks raised, monitors' values."""
+    readings: Mapping[str, Mapping[str, tuple[Sequence[str], ArrayLike]]] | None = None
+    """What the monitors read, by monitor and metric: the names of the places and a value each. Kept as float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

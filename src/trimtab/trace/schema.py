@@ -12,6 +12,7 @@ from trimtab.errors import RecordError
 
 __all__ = [
     "APPLICATION_ID",
+    "READING_TABLES",
     "SCHEMA_VERSION",
     "EventKind",
     "connect_read_only",
@@ -24,11 +25,42 @@ APPLICATION_ID = 0x5472_696D  # "Trim"; `file` and SQLite tools show it
 SCHEMA_VERSION = 2
 STEP_COLUMNS_SINCE = {2: ("errors", "flushed_share", "saturated_share", "amax")}
 """Columns of ``steps`` that came with a version; what an older file lacks is read as not given."""
+READINGS_SINCE = 2
+READING_TABLES = ("places", "readings")
+"""Tables that came with ``READINGS_SINCE``; what an older file lacks is read as empty."""
 RECORD_NAME = "run.sqlite"
 _FILE_SUFFIXES = (".sqlite", ".db")
 
 EventKind = Literal["alarm", "fault", "forced", "gap", "note", "resume", "skip", "switch", "warning"]
 """The kinds that trimtab writes; a record holds any other kind just as well."""
+
+# What the monitors read, place by place. The names of the places are kept once a segment, and once more when they
+# change in it; `num` tells these apart, and is a checksum of the names, so that nobody has to count them.
+_READINGS_DDL = (
+    """
+CREATE TABLE places (
+    segment INTEGER NOT NULL REFERENCES segments(id),
+    monitor TEXT NOT NULL,
+    metric TEXT NOT NULL,
+    num INTEGER NOT NULL,
+    names TEXT NOT NULL,                  -- JSON, a list
+    PRIMARY KEY (segment, monitor, metric, num)
+) WITHOUT ROWID
+""",
+    """
+CREATE TABLE readings (
+    id INTEGER PRIMARY KEY,
+    segment INTEGER NOT NULL REFERENCES segments(id),
+    step INTEGER NOT NULL,
+    monitor TEXT NOT NULL,
+    metric TEXT NOT NULL,
+    places INTEGER NOT NULL,              -- `num` of its places
+    vals BLOB NOT NULL                    -- float32, little-endian, one a place; NaN: the place has none
+)
+""",
+    "CREATE INDEX readings_by_metric ON readings (segment, monitor, metric, step)",
+)
+_READINGS_SQL = "; ".join(_READINGS_DDL)
 
 # Row t of `steps` holds the decision taken from step t's norms: its active set routes step t+1.
 # There is no uniqueness over (segment, step): a step that the loss scaler skips leaves the step counter where it is,
@@ -83,6 +115,7 @@ CREATE TABLE events (
     data TEXT NOT NULL                    -- JSON
 );
 CREATE INDEX events_by_kind ON events (kind, step);
+{_READINGS_SQL};
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -131,7 +164,7 @@ def require_record(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Give a record of an older schema the columns of this one, in one transaction; its rows stay as they are."""
+    """Give a record of an older schema the columns and tables of this one, in one transaction; its rows stay."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version >= SCHEMA_VERSION:
         return
@@ -140,6 +173,8 @@ def upgrade(connection: sqlite3.Connection) -> None:
         for since, names in STEP_COLUMNS_SINCE.items():
             for name in names if since > version else ():
                 connection.execute(f"ALTER TABLE steps ADD COLUMN {name} BLOB")
+        for statement in _READINGS_DDL if version < READINGS_SINCE else ():
+            connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")
     except BaseException:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,8 @@ _STEP_COLUMNS = (
     "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS,
 )  # fmt: skip
 _INSERT_EVENT = "INSERT INTO events (segment, step, kind, place, data) VALUES (?, ?, ?, ?, ?)"
+_INSERT_PLACES = "INSERT OR IGNORE INTO places (segment, monitor, metric, num, names) VALUES (?, ?, ?, ?, ?)"
+_INSERT_READING = "INSERT INTO readings (segment, step, monitor, metric, places, vals) VALUES (?, ?, ?, ?, ?, ?)"
 _INSERT_STEP = f"INSERT INTO steps ({', '.join(_STEP_COLUMNS)}) VALUES ({', '.join('?' * len(_STEP_COLUMNS))})"
 
 
@@ -110,6 +114,7 @@ def write_item(connection: sqlite3.Connection, row_id: int, item: Item) -> None:
     """Write one item of the segment in row ``row_id``."""
     if isinstance(item, StepRow):
         connection.execute(_INSERT_STEP, _step_columns(row_id, item))
+        _write_readings(connection, row_id, item)
     elif isinstance(item, Event):
         connection.execute(_INSERT_EVENT, (row_id, item.step, item.kind, item.place, encoding.to_json(item.data)))
     elif isinstance(item, Note):
@@ -122,6 +127,22 @@ def write_gap(connection: sqlite3.Connection, row_id: int, gap: Gap, reason: str
     if gap.num_steps:
         data |= {"first_step": gap.first, "last_step": gap.last}
     connection.execute(_INSERT_EVENT, (row_id, gap.first, "gap", "", encoding.to_json(data)))
+
+
+def _write_readings(connection: sqlite3.Connection, row_id: int, row: StepRow) -> None:
+    for monitor, by_metric in (row.readings or {}).items():
+        for metric, (places, values) in by_metric.items():
+            num, names = _named(tuple(places))
+            connection.execute(_INSERT_PLACES, (row_id, monitor, metric, num, names))
+            blob = encoding.pack_scores(np.asarray(values))
+            connection.execute(_INSERT_READING, (row_id, row.step, monitor, metric, num, blob))
+
+
+@lru_cache(maxsize=1024)
+def _named(places: tuple[str, ...]) -> tuple[int, str]:
+    """The number under which a segment keeps these names of places, and the names."""
+    text = encoding.to_json(places)
+    return zlib.crc32(text.encode()), text
 
 
 def _write_note(connection: sqlite3.Connection, row_id: int, note: Note) -> None:

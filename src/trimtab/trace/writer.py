@@ -114,7 +114,8 @@ class RunWriter:
         A row whose step is not after the last one starts a new segment: a checkpoint was loaded in between.
 
         Raises:
-            ValueError: An array is not of one value per unit, or ``quantizer`` has a key that the record does not keep.
+            ValueError: An array is not of one value per unit, a reading not of one per place, or ``quantizer`` has a
+                key that the record does not keep.
         """
         ready = self._ready_row(row)
         if row.step < self._last_step or (row.step == self._last_step and not row.skipped):
@@ -227,6 +228,11 @@ class RunWriter:
             changes["elapsed_s"] = time.monotonic() - self._opened_at
         if row.extra is not None:
             changes["extra"] = _snapshot(row.extra)
+        if row.readings is not None:
+            changes["readings"] = {
+                str(monitor): {str(k): _ready_reading(f"{monitor}/{k}", row.step, *v) for k, v in by_metric.items()}
+                for monitor, by_metric in row.readings.items()
+            }
         return replace(row, **changes)
 
     def _one_a_unit(self, name: str, step: int, values: Any, dtype: Any) -> NDArray[Any]:
@@ -255,6 +261,15 @@ class RunWriter:
 
     def _warn(self, message: str) -> None:
         warnings.warn(TrimtabWarning(message), stacklevel=4)
+
+
+def _ready_reading(name: str, step: int, places: Sequence[str], values: Any) -> tuple[tuple[str, ...], Any]:
+    """A copy of a reading, if it has a value for each place."""
+    array = np.array(values, dtype=np.float64)
+    names = tuple(str(place) for place in places)
+    if array.shape != (len(names),):
+        raise ValueError(f"{name} of step {step} has shape {array.shape}, and {len(names)} places are named")
+    return names, array
 
 
 def _snapshot(data: Mapping[str, Any] | None) -> dict[str, Any]:
