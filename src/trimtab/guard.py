@@ -1,7 +1,8 @@
 """The loop that joins the rings: observe the gradients, decide, act, record.
 
 Nothing here knows how a unit is scored, how a copy is stored or how a row is written. The order within a step is fixed:
-unscale, norms, monitors, damping, total norm of what is left, clipping. The decision taken from step t routes step t+1.
+unscale, norms, monitors, damping, total norm of what is left, clipping. The decision taken from step t routes step t+1;
+alarms are judged just before it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trimtab.alarm_response import AlarmAction, AlarmResponse, StopRequest
 from trimtab.control import Decision, LoadReport, robust
 from trimtab.control.protocol import PolicyLike
 from trimtab.errors import ConfigError, nearest_names, verbatim
 from trimtab.faults.protocol import Fault
 from trimtab.journal import Journal, describe_run
+from trimtab.monitors.alarms import Alarm
 from trimtab.monitors.cadence import Cadence
+from trimtab.monitors.diagnosis import Diagnosis, diagnose
 from trimtab.monitors.gradient_norms import GradientNorms
-from trimtab.monitors.group import MonitorGroup
+from trimtab.monitors.group import GroupReading, MonitorGroup, monitor_metrics
 from trimtab.monitors.host_copy import HostCopy
 from trimtab.monitors.losses import LossHook, mean_loss
 from trimtab.monitors.optimizers import OptimizerWatch, unscale
-from trimtab.monitors.protocol import Monitor
+from trimtab.monitors.protocol import Monitor, MonitorContext
 from trimtab.monitors.quantizers import QuantizerStats, QuantizerValues, quantizer_metrics, wants_quantizer_stats
-from trimtab.pending import Pending, PendingDecision, decision_before_the_first, decision_metrics
+from trimtab.pending import Decided, Pending, PendingDecision, decision_before_the_first, decision_metrics
 from trimtab.precision.recipe import Conversion, Recipe
 from trimtab.precision.units import Selection, find_units
+from trimtab.saved_tensors import SavedTensors
 
 __all__ = ["Guard", "PendingDecision", "attach", "detach"]
 
@@ -49,6 +54,8 @@ def attach(
     units: Selection = None,
     record: str | Path | None = None,
     quantizer_stats: bool | None = None,
+    on_alarm: Sequence[AlarmAction] = (),
+    monitor_detail: bool = False,
 ) -> Guard:
     """Watch ``model`` in training and, with a recipe, run its risky units on the recovery path.
 
@@ -59,7 +66,7 @@ def attach(
         model: The model, wrapped or not, before or after it was moved to its device.
         recipe: The pair of precision paths, such as ``trimtab.precision.SavedActivations``; None only watches.
         policy: What decides; ``trimtab.control.robust()`` when left out.
-        monitors: Further monitors.
+        monitors: Further monitors. Their alarms go into the record and give one warning a mechanism.
         units: Which modules to watch: a filter ``f(module, fqn) -> bool``, a list of names, or None for the projections
             and experts of every block; "half" or "block" makes larger units of these. Those that the recipe cannot
             switch are watched only and never use the budget.
@@ -67,11 +74,15 @@ def attach(
         quantizer_stats: Whether to observe what the low-cost path's quantizers lose of their operands, for the metrics
             and the record; None does if the policy has an ``error_limit``, and then units on the recovery path are
             observed too.
+        on_alarm: What else is done about an alarm: ``trimtab.monitors.RaiseRisk``, ``StopTraining``, or any callable
+            ``(alarm, guard)``.
+        monitor_detail: Whether ``metrics`` names the monitors' values at each place too.
 
     Returns: The guard; call its ``step`` between backward and the optimizer's step.
 
     Raises: ConfigError: when the model is attached already, a unit does not exist, the recipe can convert none of them,
-        or cannot tell what its quantizers do where that is asked for, or the record cannot be written.
+        or cannot tell what its quantizers do where that is asked for, an action cannot be called, or the record cannot
+        be written.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -102,7 +113,15 @@ def attach(
                 "monitors", monitor, "a monitor has start(model) and observe(step).", "Pass a list of monitors."
             )
     guard = Guard(
-        model, recipe, policy=policy, monitors=monitors, units=units, record=record, quantizer_stats=quantizer_stats
+        model,
+        recipe,
+        policy=policy,
+        monitors=monitors,
+        units=units,
+        record=record,
+        quantizer_stats=quantizer_stats,
+        on_alarm=on_alarm,
+        monitor_detail=monitor_detail,
     )
     _attached[model] = weakref.ref(guard)
     return guard
@@ -153,6 +172,8 @@ class Guard:
         units: Selection,
         record: str | Path | None,
         quantizer_stats: bool | None = None,
+        on_alarm: Sequence[AlarmAction] = (),
+        monitor_detail: bool = False,
     ) -> None:
         error_limit = getattr(policy, "error_limit", None)
         with_stats = wants_quantizer_stats(quantizer_stats, error_limit, recipe)
@@ -162,10 +183,13 @@ class Guard:
         self.units = tuple(unit.name for unit in self._units)
         self._norms = GradientNorms(model, self._units)
         self._journal = Journal()
-        self.conversion: Conversion | None = None
         self._monitors = MonitorGroup(monitors, self._journal.say_once)
+        self._tensors = SavedTensors(self._monitors, self._journal)
+        self._monitor_detail = monitor_detail
+        self.conversion: Conversion | None = None
         self._faults: list[Fault] = []
         self._pending: Pending | None = None
+        self._deciding, self._num_loads = False, 0
         self._decision: Decision | None = None
         self._forced: list[str] | None = None
         self._losses: list[Tensor] = []
@@ -191,10 +215,16 @@ class Guard:
                     recipe, self.conversion, self._switch_index, len(self.units), error_limit
                 )
             self._controller = policy.start(self.units, [name in switchable for name in self.units])
-            self._monitors.start(model)
-            self._journal.open(
-                record, describe_run(model, recipe, policy, units, self._monitors.names, self._units, self.conversion)
+            say_once = lambda text: self._journal.say_once(text, text)  # noqa: E731
+            self._monitors.start(
+                model, MonitorContext(optimizers=self._optimizers_seen, say_once=say_once, units=self.units)
             )
+            self._alarms = AlarmResponse(
+                self._monitors.rules, self._monitors.mechanisms, on_alarm, self.units, self._journal
+            )
+            about = describe_run(model, recipe, policy, units, self._monitors.names, self._units, self.conversion)
+            about["config"] |= self._alarms.to_dict()
+            self._journal.open(record, about)
         except BaseException:
             self._take_everything_away()
             raise
@@ -216,13 +246,14 @@ class Guard:
 
         Raises: ConfigError: when ``max_norm`` is negative or NaN, or the guard is detached.
         """
-        if self._detached:
-            raise ConfigError("guard", "detached", "a detached guard watches nothing.", "Attach the model again.")
         if max_norm is not None and not max_norm >= 0:
             raise ConfigError(
                 "max_norm", max_norm, "a norm is 0 or more.", "Pass a positive norm, or None not to clip."
             )
         self.resolve()
+        # Only now: an action on an alarm may just have detached it.
+        if self._detached:
+            raise ConfigError("guard", "detached", "a detached guard watches nothing.", "Attach the model again.")
         if scaler is not None and scaler.is_enabled() and unscale(scaler, self._watch.optimizers()):
             self._losses.clear()
             self._observed_lr = None
@@ -238,28 +269,31 @@ class Guard:
         problem = self._cadence.on_call(self._parameters())
         self._journal.say_once(problem or "", problem)
         reading = self._norms.read()
-        # They travel to the host in the same copy as the norms, at its end.
-        stats = [] if self._quantizers is None else [self._quantizers.read().to(reading.norms)]
-        monitored = self._monitors.observe(self.num_steps)
+        # These travel to the host in the same copy as the norms, at its end.
+        tail = [] if self._quantizers is None else [self._quantizers.read().to(reading.norms)]
+        self._tensors.note_missing()
+        monitored = self._monitors.observe(self.num_steps, reading.norms, self._over_ranks())
+        tail.append(monitored.flat)
         extra: dict[str, Any] = {"routed_by_hand": self._forced} if self._forced is not None else {}
-        decided = None
+        decided: Decided | None = None
         if self._damping:
             # Damping acts on this very step, so this is the one option that waits for the norms here.
-            decided = self._decide(reading.indices, HostCopy(torch.cat([reading.norms, *stats])).read())
-            decision = decided[0]
-            damped = np.nonzero(decision.scale != 1.0)[0]
+            values = HostCopy(torch.cat([reading.norms, *tail]))
+            decided = self._decide(self.num_steps, reading.indices, values.read(), monitored)
+            scale = np.ones(len(self.units)) if decided is None else decided.decision.scale
+            damped = np.nonzero(scale != 1.0)[0]
             if damped.size:
-                extra["damped"] = {self.units[u]: float(decision.scale[u]) for u in damped}
-                self._norms.damp(reading, decision.scale)
+                extra["damped"] = {self.units[u]: float(scale[u]) for u in damped}
+                self._norms.damp(reading, scale)
         total = self._norms.total(reading) if max_norm is None else self._norms.clip(reading, max_norm)
         scalars = [total, *mean_loss(self._losses)]
-        values = HostCopy(torch.cat([reading.norms, *(_as_element(s, reading.norms) for s in scalars), *stats]))
+        values = HostCopy(torch.cat([reading.norms, *(_as_element(s, reading.norms) for s in scalars), *tail]))
         handle = PendingDecision(self.resolve, total)
         lr, self._observed_lr = self._observed_lr, None
         step, indices, num_norms = self.num_steps, reading.indices, len(reading.norms)
-        self._pending = Pending(step, indices, num_norms, values, len(scalars) > 1, lr, handle, extra, monitored)
+        self._pending = Pending(step, indices, num_norms, values, len(scalars) > 1, lr, handle, monitored, extra)
         if decided is not None:
-            self._finish(*decided)
+            self._finish(decided)
         elif self.conversion is not None:
             self.conversion.pull = self.resolve
         self._begin_step()
@@ -309,9 +343,12 @@ class Guard:
     def resolve(self) -> None:
         """Take the decision that is pending, if one is; waits for its norms to be on the host."""
         pending = self._pending
-        if pending is None:
+        # An action on an alarm, called while the decision is taken, may read what would ask for it.
+        if pending is None or self._deciding:
             return
-        self._finish(*self._decide(pending.indices, pending.values.read()))
+        decided = self._decide(pending.step, pending.indices, pending.values.read(), pending.reading)
+        if decided is not None:
+            self._finish(decided)
 
     @property
     def num_steps(self) -> int:
@@ -335,8 +372,59 @@ class Guard:
             values |= decision_metrics(self._decision, len(self._switch_index))
         return values | quantizer_metrics(self._quantizer_values)
 
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """The alarms so far, oldest first, those before a resume included; of very many the latest 1,000."""
+        self.resolve()
+        return tuple(self._alarms.alarms)
+
+    def diagnosis(self) -> Diagnosis:
+        """What the alarms so far amount to: a mechanism, the evidence, and what to do."""
+        return diagnose(self.alarms)
+
+    def raise_risk(self, units: Sequence[str], risk: float = 2.0, steps: int = 10) -> None:
+        """Hold the risk of units at ``risk`` or above in the next decisions, within the budget as any other.
+
+        On several ranks all of them call this, at the same step. From an action on an alarm, the decision that is being
+        taken is the first. The record keeps it, and replay uses it.
+
+        Args:
+            units: Names of watched units.
+            risk: Above 1 makes candidates of them.
+            steps: For how many decisions.
+
+        Raises: ConfigError: when a unit does not exist, or a number cannot be meant.
+        """
+        self.resolve()
+        self._alarms.raise_risk(units, risk, steps)
+
+    def request_stop(self, reason: str, save: bool = True) -> None:
+        """Ask for training to stop; the first one to ask is heard. Nothing in a loop of your own stops by itself.
+
+        Args:
+            reason: Why, as a sentence.
+            save: Whether a framework that can is to save a checkpoint first.
+        """
+        if self._alarms.stop is None:
+            self._alarms.stop = StopRequest(self.num_steps, reason, save)
+            self._journal.event("note", {"stop": reason, "save": save})
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether an action has asked for training to stop."""
+        self.resolve()
+        return self._alarms.stop is not None
+
+    @property
+    def stop_request(self) -> StopRequest | None:
+        """What asked for training to stop, as far as decisions are taken; waits for none."""
+        return self._alarms.stop
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs to decide as an uninterrupted one; JSON-able."""
+        """Everything a resumed run needs to decide as an uninterrupted one; JSON-able.
+
+        Except what monitors have that is too large for it: see ``tensor_state_dict``.
+        """
         self.resolve()
         self._journal.settle()
         return {
@@ -346,7 +434,27 @@ class Guard:
             "forced": self._forced,
             "conversion": self.conversion.state_dict() if self.conversion is not None else {},
             "monitors": self._monitors.state_dict(),
+            "tensors": sorted(self._tensors.state()),
+            "alarms": self._alarms.state_dict(),
         }
+
+    def tensor_state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What the monitors need for a resume and is too large for JSON, by monitor; empty when none has any.
+
+        The tensors are the monitors' own: save them, and do not write to them.
+        """
+        return self._tensors.state()
+
+    def load_tensor_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], problem: str | None = None) -> None:
+        """Take back what ``tensor_state_dict`` gave, after ``load_state_dict``.
+
+        A monitor whose tensors are missing starts a fresh window; one warning and the record say so.
+
+        Args:
+            state: By monitor.
+            problem: Why some are missing, as a clause, if that is known.
+        """
+        self._tensors.load(state, problem)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> LoadReport:
         """Go on from a saved state; the record's later rows are superseded from its step on.
@@ -363,12 +471,15 @@ class Guard:
                 "state", type(state).__name__, "it is no state of a guard.", "Pass what state_dict() gave."
             )
         report = self._controller.load_state_dict(state["controller"])
+        self._num_loads += 1
         self._pending, self._decision, self._forced, self._quantizer_values = None, None, None, None
         if self._quantizers is not None:
             self._quantizers.restart()
         self._losses.clear()
         self._observed_lr = None
         self._monitors.load_state_dict(state["monitors"])
+        self._tensors.await_those_of(state.get("tensors", ()))
+        self._alarms.load_state_dict(state.get("alarms"))
         self._journal.go_on_from(int(state["step"]), state["controller"])
         if self.conversion is not None:
             self.conversion.pull = None
@@ -432,6 +543,10 @@ class Guard:
         self._watch.stop()
         self._loss_hook.remove()
         self._monitors.stop()
+        for fault in self._faults:
+            end = getattr(fault, "end", None)
+            if end is not None:
+                end()
         if self.conversion is not None:
             self.conversion.pull = None
             self.conversion.undo()
@@ -464,27 +579,60 @@ class Guard:
         for place, data in started if record else ():
             self._journal.event("fault", data, place, step=self.num_steps + 1)
 
-    def _decide(self, indices: list[int], values: np.ndarray) -> tuple[Decision, np.ndarray, QuantizerValues | None]:
-        """Decide from ``values`` on the host, which begin with the norms and end with the quantizers' statistics."""
+    def _decide(self, step: int, indices: list[int], values: np.ndarray, monitored: GroupReading) -> Decided | None:
+        """Judge alarms and decide, from ``values`` on the host; None when an action has loaded another state meanwhile.
+
+        The values begin with the norms, and end with the quantizers' statistics and what the monitors read.
+        """
         unit_norms, quantizer = self._norms.unit_norms(indices, values), None
+        values, read = np.split(values, [len(values) - monitored.size])
         if self._quantizers is not None:
             quantizer = self._quantizers.by_unit(values[len(values) - self._quantizers.size :])
+        readings = monitored.read(read)
+        num_loads, self._deciding = self._num_loads, True
+        try:
+            self._alarms.respond(step, readings, self)
+        finally:
+            self._deciding = False
+        if self._num_loads != num_loads or self._detached:
+            return None
+        raised = self._alarms.take_risks()
         errors = None if quantizer is None else quantizer["error"]
-        return self._controller.update(unit_norms, errors), unit_norms, quantizer
+        # A controller that knows no raised risks is only given some where there are some.
+        risks = [np.array([raised.get(name, np.nan) for name in self.units])] if raised else []
+        decision = self._controller.update(unit_norms, errors, *risks)
+        return Decided(decision, unit_norms, quantizer, readings, raised)
 
-    def _finish(self, decision: Decision, unit_norms: np.ndarray, quantizer: QuantizerValues | None) -> None:
+    def _finish(self, decided: Decided) -> None:
         """A decision is taken: hand it out, route the next step by it, record it."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        self._decision, self._forced, self._monitor_values = decision, None, pending.monitors
-        self._quantizer_values = quantizer
+        decision, quantizer = decided.decision, decided.quantizer
+        self._decision, self._forced, self._quantizer_values = decision, None, quantizer
+        self._monitor_values = monitor_metrics(decided.readings, self._monitor_detail)
         pending.handle.fill(decision)
         self._route(decision.active)
-        self._journal.write(pending, decision, unit_norms, quantizer)
+        self._journal.write(pending, decided)
         if pending.step % 100 == 1 or not self._journal.knows_products:
             self._journal.note_products(getattr(self.conversion, "products", None))
         if self._quantizers is not None:
             self._journal.say_once("quantizers", self._quantizers.too_many_for_long(quantizer, self._controller.budget))
+        self._alarms.say()
+
+    def _optimizers_seen(self) -> list[torch.optim.Optimizer]:
+        """The model's optimizers, once one has stepped."""
+        try:
+            return self._watch.optimizers() if self._watch.num_steps else []
+        except ConfigError:  # it is unclear which of several steps a parameter
+            return []
+
+    def _over_ranks(self) -> torch.device | None:
+        """Where the monitors' values are averaged over the ranks; None where they need not be."""
+        if not self._alarms.needs_every_rank:
+            return None
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return None
+        return self._norms.parameters[0].device if torch.distributed.get_world_size() > 1 else None
 
     def _active_flags(self) -> np.ndarray:
         return np.asarray(self._controller.active, dtype=bool)

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from trimtab._version import __version__
-from trimtab.control import Decision
 from trimtab.control.protocol import PolicyLike
 from trimtab.errors import TrimtabWarning
-from trimtab.monitors.quantizers import QuantizerValues
-from trimtab.pending import Pending
+from trimtab.monitors.group import monitor_metrics
+from trimtab.pending import Decided, Pending
 from trimtab.precision.recipe import Conversion, Recipe
 from trimtab.precision.units import Selection, Unit, describe_filter
 from trimtab.trace import QUANTIZER_COLUMNS, RunWriter, StepRow, UnitRow
@@ -54,15 +52,20 @@ class Journal:
         if record is not None and _is_writing_rank():
             self.writer = RunWriter(record, **description)
 
-    def write(
-        self, pending: Pending, decision: Decision, unit_norms: np.ndarray, quantizer: QuantizerValues | None = None
-    ) -> None:
+    def write(self, pending: Pending, decided: Decided) -> None:
         """Write a step's row, once its decision is taken."""
         if self.writer is None:
             return
         values = pending.values.read()
         n = pending.num_norms
-        extra = pending.extra | ({"monitors": pending.monitors} if pending.monitors else {})
+        decision, quantizer = decided.decision, decided.quantizer
+        extra = pending.extra | ({"raised": decided.raised} if decided.raised else {})
+        if decided.readings:
+            extra["monitors"] = monitor_metrics(decided.readings)
+        readings = {
+            monitor: {metric: (one.places, one.values) for metric, one in by_metric.items()}
+            for monitor, by_metric in decided.readings.items()
+        }
         self._row_without_lr = pending.step if pending.lr is None else None
         self.writer.write_step(
             StepRow(
@@ -72,7 +75,7 @@ class Journal:
                 grad_norm=float(values[n]),
                 alpha=decision.alpha,
                 beta=decision.beta,
-                norms=unit_norms,
+                norms=decided.unit_norms,
                 gnmr=decision.gnmr,
                 delta=decision.delta,
                 risk=decision.risk,
@@ -81,6 +84,7 @@ class Journal:
                 errors=None if quantizer is None else quantizer["error"],
                 quantizer=None if quantizer is None else {name: quantizer[name] for name in QUANTIZER_COLUMNS},
                 extra=extra or None,
+                readings=readings or None,
             )
         )
 

@@ -10,9 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from trimtab.control import Decision
+from trimtab.monitors.group import GroupReading, Readings
 from trimtab.monitors.host_copy import HostCopy
+from trimtab.monitors.quantizers import QuantizerValues
 
-__all__ = ["Pending", "PendingDecision", "decision_before_the_first", "decision_metrics"]
+__all__ = ["Decided", "Pending", "PendingDecision", "decision_before_the_first", "decision_metrics"]
 
 
 class PendingDecision(Decision):
@@ -73,13 +75,13 @@ class Pending:
         step: The optimizer step.
         indices: Which parameters have a gradient.
         num_norms: How many norms there are: theirs, and those of the rows of stacked ones.
-        values: On their way to the host: the norms, the total norm, the loss if there is one, and what the quantizers
-            did if they are observed.
+        values: On their way to the host: the norms, the total norm, the loss if there is one, what the quantizers did
+            if they are observed, and what the monitors read.
         has_loss: Whether there is a loss.
         lr: The learning rate, where it is known.
         handle: What ``Guard.step`` gave out.
+        reading: What the monitors read.
         extra: Further inputs of the decision.
-        monitors: The monitors' values.
     """
 
     step: int
@@ -89,8 +91,27 @@ class Pending:
     has_loss: bool
     lr: float | None
     handle: PendingDecision
+    reading: GroupReading
     extra: dict[str, Any] = field(default_factory=dict)
-    monitors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Decided:
+    """A decision, and what it was taken from.
+
+    Attributes:
+        decision: The decision.
+        unit_norms: The norm of each unit. Shape (units,).
+        quantizer: What the quantizers did, if that is known.
+        readings: What the monitors read, by monitor and metric.
+        raised: Risks that were raised for it, by unit.
+    """
+
+    decision: Decision
+    unit_norms: np.ndarray
+    quantizer: QuantizerValues | None
+    readings: Readings
+    raised: dict[str, float]
 
 
 def decision_before_the_first(step: int, active: np.ndarray) -> Decision:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import trimtab
 from trimtab.control import Policy, robust
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
+from trimtab.monitors import Above, AlarmRule, BaseMonitor, StopTraining
 from trimtab.precision import SavedActivations
 from trimtab.trace import open_run, replay
 
@@ -595,6 +597,91 @@ def test_without_transformers_it_names_the_extra(monkeypatch):
         importlib.import_module("trimtab.integrations.transformers")
 
 
+class Window(BaseMonitor):
+    """Counts its steps in a tensor, which is too large for JSON; gives alarm from its fifth on."""
+
+    name = "window"
+    alarm_rules: Mapping[str, AlarmRule] = {"count": AlarmRule(Above(4.5, warmup=0), "It counted to {value:.0f}.")}
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.count = torch.full((1,), start)
+
+    def start(self, model: Any) -> None:
+        """Nothing to place."""
+
+    def observe(self, step: int) -> dict[str, torch.Tensor]:
+        self.count = self.count + 1
+        return {"count": self.count}
+
+    def tensor_state(self) -> dict[str, torch.Tensor]:
+        return {"count": self.count}
+
+    def load_tensor_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.count = state["count"]
+
+
+class TestMonitors:
+    @pytest.mark.parametrize("save", [False, True])
+    def test_an_alarm_stops_training_at_the_end_of_the_step_after_it_and_saves_if_asked(self, save, tmp_path):
+        callback = TrimtabCallback(policy=WATCH, monitors=[Window()], on_alarm=[StopTraining(save=save)])
+        trainer = make_trainer(tmp_path, callback, max_steps=10, save_strategy="steps", save_steps=100)
+        with pytest.warns(TrimtabWarning, match="It counted to 5"):
+            trainer.train()
+        assert trainer.state.global_step == 6
+        assert (tmp_path / "checkpoint-6" / "trainer_state.json").exists() == save
+
+    def test_without_an_action_an_alarm_is_said_and_training_goes_on(self, tmp_path):
+        trainer = make_trainer(tmp_path, callback := TrimtabCallback(policy=WATCH, monitors=[Window()]))
+        with pytest.warns(TrimtabWarning, match="It counted to 5"):
+            trainer.train()
+        assert trainer.state.global_step == 8
+        assert [alarm.step for alarm in callback.guard.alarms] == [5]
+
+    @pytest.mark.parametrize("left", ["whole", "torn", "nothing", "another step's"])
+    def test_a_monitors_tensors_are_beside_the_state_or_its_window_starts_afresh_with_one_warning(self, left, tmp_path):
+        make_trainer(tmp_path / "out", TrimtabCallback(policy=WATCH, monitors=[Window()]), StopAt(4), **SAVING).train()
+        path = tmp_path / "out" / "checkpoint-4" / "trimtab_monitors.pt"
+        assert [p.name for p in path.parent.iterdir() if "trimtab" in p.name] == [path.name]
+        if left == "torn":
+            path.write_bytes(path.read_bytes()[:100])
+        elif left == "nothing":
+            path.unlink()
+        elif left == "another step's":
+            torch.save(torch.load(path) | {"step": 3}, path)
+        callback = TrimtabCallback(policy=WATCH, monitors=[window := Window()], record=tmp_path / "run")
+        trainer = make_trainer(tmp_path / "out", callback, StopAt(6), **SAVING)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=str(path.parent))
+        said = [str(w.message) for w in caught if "windows start afresh" in str(w.message)]
+        with open_run(tmp_path / "run") as run:
+            notes = [event.data for event in run.events("note") if "fresh_window" in event.data]
+        if left == "whole":
+            assert (window.count.item(), said, notes) == (6.0, [], [])
+        else:
+            assert window.count.item() == 2.0
+            assert len(said) == len(notes) == 1
+            assert "trimtab_monitors.pt" in said[0]
+
+    def test_without_tensors_no_file_is_written(self, tmp_path):
+        make_trainer(tmp_path, TrimtabCallback(policy=WATCH), StopAt(4), **SAVING).train()
+        assert not (tmp_path / "checkpoint-4" / "trimtab_monitors.pt").exists()
+
+    def test_a_file_that_cannot_be_written_is_one_warning_and_the_checkpoint_is_saved(self, tmp_path, monkeypatch):
+        save = torch.save
+
+        def full_disk(content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+            if "trimtab_monitors" in str(path):
+                raise RuntimeError("PytorchStreamWriter failed writing file")
+            save(content, path, *args, **kwargs)
+
+        monkeypatch.setattr(torch, "save", full_disk)
+        trainer = make_trainer(tmp_path, TrimtabCallback(policy=WATCH, monitors=[Window()]), StopAt(4), **SAVING)
+        with pytest.warns(TrimtabWarning, match=r"trimtab_monitors\.pt could not be written"):
+            trainer.train()
+        assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+
+
 @pytest.mark.slow
 def test_two_ranks_decide_equally_and_only_the_first_writes(tmp_path):
     with socket.socket() as free:
@@ -619,6 +706,7 @@ def test_two_ranks_decide_equally_and_only_the_first_writes(tmp_path):
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [r.pop("writes") for r in results] == [True, False]
+    assert [r["stopped_at"] for r in results] == [4, 4]
     assert results[0]["state"] == results[1]["state"]
     assert results[0]["grad_norm"] == results[0]["plain_grad_norm"]
     assert results[0]["weights"] == results[0]["plain_weights"]
@@ -640,7 +728,14 @@ def run_as_a_rank(folder: Path) -> None:
     trainer.train()
     resumed = TrimtabCallback(policy=NERVOUS)
     make_trainer(folder / "out", resumed, **settings).train(resume_from_checkpoint=str(folder / "out" / "checkpoint-4"))
+    # By itself rank 0 would stop two steps later, and rank 1 two steps earlier. Rank 0 looks at once each time.
+    stopping = TrimtabCallback(policy=WATCH, monitors=[Window(4.0 * rank)], on_alarm=[StopTraining()])
+    stopped = make_trainer(folder / "stopped", stopping, max_steps=10, ddp_backend="gloo")
+    if rank == 0:
+        stopped.add_callback(Look(lambda: stopping.guard.metrics()))
+    stopped.train()
     result = {
+        "stopped_at": stopped.state.global_step,
         "writes": writes[0],
         "state": callback.guard.state_dict(),
         "resumed_state": resumed.guard.state_dict(),

@@ -3,13 +3,15 @@
 The Trainer clips before any callback event of the step, and with ``max_grad_norm=0`` it still calls a clip with an
 infinite bound, which turns every gradient into NaN when one is not finite. So the norms must be read before either, and
 the callback wraps the two methods of the *instance* that do it, and ``training_step`` for the step's loss. State goes
-into ``trainer_state.json`` through ``_save_checkpoint``: with the checkpoint, or not at all. See docs/decisions/0003.
+into ``trainer_state.json`` through ``_save_checkpoint``: with the checkpoint, or not at all. What monitors have that is
+too large for it is written beside it, and before it. See docs/decisions/0003.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 import warnings
 import weakref
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.alarm_response import AlarmAction
 from trimtab.control import PolicyLike, robust
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning, verbatim
 from trimtab.guard import Guard, attach, guards_of
@@ -36,6 +39,7 @@ except ImportError as error:
 __all__ = ["TrimtabCallback"]
 
 _STATE_KEY = "trimtab"
+_TENSORS_NAME = "trimtab_monitors.pt"
 _guards_of_callbacks: weakref.WeakSet[Guard] = weakref.WeakSet()
 _WRAPPED = ("_clip_grad_norm", "_get_grad_norm", "training_step", "_save_checkpoint")
 # These clip or step out of reach: inside their engine, or on flattened parameters that are no unit's any more.
@@ -58,6 +62,9 @@ class TrimtabCallback(TrainerCallback):
         monitors: Further monitors.
         record: Folder or file of the run record; None keeps none.
         units: Which modules to watch; see ``trimtab.attach``.
+        on_alarm: What else is done about an alarm; see ``trimtab.attach``. With ``trimtab.monitors.StopTraining`` the
+            Trainer stops at the end of the step after it.
+        monitor_detail: Whether the guard's ``metrics`` names the monitors' values at each place too.
 
     Attributes:
         guard: The guard while training runs, or the last one; None before.
@@ -76,12 +83,16 @@ class TrimtabCallback(TrainerCallback):
         monitors: Sequence[Monitor] = (),
         record: str | Path | None = None,
         units: Selection = None,
+        on_alarm: Sequence[AlarmAction] = (),
+        monitor_detail: bool = False,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self.monitors = tuple(monitors)
         self.record = record
         self.units = units
+        self.on_alarm = on_alarm
+        self.monitor_detail = monitor_detail
         self.guard: Guard | None = None
         self._trainer: Trainer | None = None
         self._wrappers: dict[str, tuple[Any, Any]] = {}
@@ -101,12 +112,30 @@ class TrimtabCallback(TrainerCallback):
             policy = robust(warmup_steps=args.get_warmup_steps(state.max_steps), total_steps=state.max_steps)
         model: Any = trainer.model
         self.guard = attach(
-            model, self.recipe, policy=policy, monitors=self.monitors, units=self.units, record=self.record
+            model,
+            self.recipe,
+            policy=policy,
+            monitors=self.monitors,
+            units=self.units,
+            record=self.record,
+            on_alarm=self.on_alarm,
+            monitor_detail=self.monitor_detail,
         )
         _guards_of_callbacks.add(self.guard)
         self._wrap(trainer)
         if state.global_step > 0:
-            self._restore(state, checkpoint or f"checkpoint-{state.global_step}")
+            folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+            self._restore(state, folder if checkpoint is None else Path(checkpoint))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop where an action on an alarm has asked for it."""
+        assert self.guard is not None
+        stop = self.guard.stop_request
+        # One that this step's decision asked for counts from the next step on: whether it is taken already may differ
+        # from rank to rank, and they have to stop together.
+        if stop is not None and stop.step < self.guard.num_steps:
+            control.should_training_stop = True
+            control.should_save = control.should_save or stop.save
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -207,16 +236,40 @@ class TrimtabCallback(TrainerCallback):
         # Annotated as a list in transformers, and a dict by the time training runs.
         callbacks: Any = self._trainer.state.stateful_callbacks
         callbacks[_STATE_KEY] = _encode(self.guard.state_dict())
+        # Before the Trainer's state: a checkpoint that has a state has its tensors.
+        self._save_tensors(kwargs.get("trial", args[1] if len(args) > 1 else None))
         original(*args, **kwargs)
 
-    def _restore(self, state: TrainerState, checkpoint: str) -> None:
+    def _save_tensors(self, trial: Any) -> None:
+        assert self.guard is not None
+        assert self._trainer is not None
+        tensors = self.guard.tensor_state_dict()
+        if not tensors or not self._trainer.args.should_save:
+            return
+        run_folder = Path(self._trainer._get_output_dir(trial=trial))
+        path = run_folder / f"checkpoint-{self._trainer.state.global_step}" / _TENSORS_NAME
+        new = path.with_name(path.name + ".new")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"step": self.guard.num_steps, "monitors": tensors}, new)
+            os.replace(new, path)
+        except (OSError, RuntimeError) as error:  # torch's writer knows only the latter
+            warnings.warn(
+                f"{path} could not be written ({error}): a run that resumes there starts the monitors' windows afresh.",
+                TrimtabWarning,
+                stacklevel=2,
+            )
+
+    def _restore(self, state: TrainerState, checkpoint: Path) -> None:
         assert self.guard is not None
         callbacks: Any = state.stateful_callbacks or {}
         saved = callbacks.get(_STATE_KEY)
         reason: Exception | None = None
         try:
             if saved is not None:
-                self.guard.load_state_dict(_decode(saved))
+                decoded = _decode(saved)
+                self.guard.load_state_dict(decoded)
+                self._restore_tensors(checkpoint / _TENSORS_NAME, decoded)
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             reason = error
         if saved is None or reason is not None:
@@ -228,6 +281,21 @@ class TrimtabCallback(TrainerCallback):
                 stacklevel=2,
             )
             self.guard.start_from(state.global_step)
+
+    def _restore_tensors(self, path: Path, state: Mapping[str, Any]) -> None:
+        assert self.guard is not None
+        if not state.get("tensors"):
+            return
+        tensors: Mapping[str, Mapping[str, Tensor]] = {}
+        problem = None
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if saved["step"] != state["step"]:
+                raise ValueError(f"it is of step {saved['step']}")
+            tensors = saved["monitors"]
+        except Exception as error:  # whatever a torn file makes of itself
+            problem = f"{path.name}: {error}".splitlines()[0]
+        self.guard.load_tensor_state_dict(tensors, problem)
 
 
 def _calling_trainer(callback: TrimtabCallback) -> tuple[Trainer, str | None]:

@@ -1,0 +1,70 @@
+"""From alarms to a mechanism: what speaks for it, since when, and what to do."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from trimtab.monitors import Alarm, diagnose
+
+MONITORS = {"attention backward": "shift_residual", "attention": "attention_spectrum", "router": "router"}
+
+
+def alarm(mechanism: str, step: int, first_step: int | None = None) -> Alarm:
+    return Alarm(
+        step=step,
+        first_step=step if first_step is None else first_step,
+        monitor=MONITORS.get(mechanism, "mine"),
+        mechanism=mechanism,
+        metric="metric",
+        places=("layer_0",),
+        value=0.1,
+        reference=0.5,
+        sentence=f"{mechanism} has moved.",
+    )
+
+
+def test_without_an_alarm_a_run_is_healthy_and_there_is_nothing_to_do():
+    found = diagnose([])
+    assert (found.mechanism, found.since_step, found.evidence) == ("healthy", None, ())
+
+
+@pytest.mark.parametrize(
+    ("alarms", "mechanism", "since"),
+    [
+        ([("attention backward", 5)], "biased attention backward", 5),
+        ([("attention", 5)], "attention dynamics", 5),
+        ([("router", 5)], "router", 5),
+        ([("attention backward", 5), ("attention", 9)], "biased attention backward", 5),
+        ([("attention backward", 5), ("attention", 5)], "biased attention backward", 5),
+        ([("attention", 5), ("attention backward", 9)], "combined", 5),
+        ([("router", 5), ("attention", 9)], "router", 5),
+        ([("attention", 5), ("router", 9)], "combined", 5),
+        ([("attention backward", 5), ("router", 9)], "combined", 5),
+        ([("mine", 5)], "unknown", 5),
+        ([("mine", 3), ("router", 5)], "router", 5),
+    ],
+)
+def test_each_mechanism_is_known_by_its_alarms_and_their_order_in_time(alarms, mechanism, since):
+    for order in itertools.permutations(alarms):
+        found = diagnose(alarm(*one) for one in order)
+        assert (found.mechanism, found.since_step) == (mechanism, since)
+        assert len(found.evidence) == len(alarms)
+
+
+def test_the_evidence_is_in_order_of_time_and_says_where_to_look():
+    found = diagnose([alarm("router", 9), alarm("attention backward", 7, first_step=4)])
+    assert found.evidence == (
+        "Step 7 (since step 4), shift_residual/metric: attention backward has moved.",
+        "Step 9, router/metric: router has moved.",
+    )
+
+
+def test_the_advice_names_what_to_change_and_for_several_each_of_them():
+    assert "learning rate" in diagnose([alarm("attention", 1)]).advice
+    assert "higher precision" in diagnose([alarm("attention backward", 1)]).advice
+    assert "batch" in diagnose([alarm("router", 1)]).advice
+    both = diagnose([alarm("attention backward", 1), alarm("router", 2)]).advice
+    assert "higher precision" in both
+    assert "batch" in both
