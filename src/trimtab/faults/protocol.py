@@ -11,7 +11,11 @@ __all__ = ["Fault"]
 
 
 class Fault(Protocol):
-    """A fault that starts, ends and falls where its own fields say; a function of the step alone, so it resumes."""
+    """A fault that starts, ends and falls where its own fields say; a function of the step alone, so it resumes.
+
+    One that acts on a model or an optimizer was given it when it was made. If it leaves something there, a method
+    ``end()`` takes that away, whatever the step.
+    """
 
     def check(self, conversion: Conversion | None) -> None:
         """Raises: ConfigError: when it cannot be applied to this conversion."""

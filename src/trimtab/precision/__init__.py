@@ -1,5 +1,6 @@
 """The low-cost and the recovery path of a unit, and how units are found."""
 
+from trimtab.precision.attention_backward import AttentionBackward
 from trimtab.precision.bitsandbytes_linear import BitsandbytesLinear
 from trimtab.precision.grouping import Grouping
 from trimtab.precision.int8_base import Int8Base
@@ -16,6 +17,7 @@ from trimtab.precision.units import Selection, Unit, clean_fqn, find_units, is_p
 
 __all__ = [
     "QUANTIZER_STATS",
+    "AttentionBackward",
     "BitsandbytesLinear",
     "Conversion",
     "Grouping",
