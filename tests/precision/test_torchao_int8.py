@@ -122,5 +122,7 @@ def test_another_interface_is_refused_naming_the_versions_before_the_model_is_to
 
 
 def test_a_unit_is_one_of_four_sizes():
-    with pytest.raises(ConfigError, match="unit='model': it is one of 'projection', 'expert', 'half', 'block', 'layer'"):
+    with pytest.raises(
+        ConfigError, match="unit='model': it is one of 'projection', 'expert', 'half', 'block', 'layer'"
+    ):
         TorchaoInt8Base(unit="model")

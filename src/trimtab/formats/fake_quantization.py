@@ -117,7 +117,7 @@ def fake_quantize_with_stats(
 
 
 def evenly_spaced(x: Tensor, most_tokens: int | None) -> Tensor:
-    """``most_tokens`` of the rows of ``x``, or up to twice as many, as a view of two dimensions; all of them for None."""
+    """``most_tokens`` of the rows of ``x``, or up to twice as many, as a view of two dimensions; None is all."""
     x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     return x if most_tokens is None else x[:: max(1, len(x) // most_tokens)]
 
