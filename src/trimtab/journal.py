@@ -81,6 +81,7 @@ class Journal:
                 risk=decision.risk,
                 lock=decision.lock,
                 active=decision.active,
+                reason=decision.reason,
                 errors=None if quantizer is None else quantizer["error"],
                 quantizer=None if quantizer is None else {name: quantizer[name] for name in QUANTIZER_COLUMNS},
                 extra=extra or None,

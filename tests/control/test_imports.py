@@ -13,6 +13,8 @@ import trimtab.control
 controller = trimtab.control.robust().start(3)
 controller.update([1.0, 0.0, float("nan")])
 controller.load_state_dict(controller.state_dict())
+import trimtab.control.theory
+trimtab.control.AdaptStyle(1).start(2).update([1.0, 1.0])
 trimtab.control.MatchedRandom([1], 0).start(2).update([1.0, 1.0])
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 print(*sorted(name for name in loaded if name not in sys.stdlib_module_names and not name.startswith("_")))

@@ -18,7 +18,7 @@ ARRAYS = {
     "torch": lambda norms: torch.tensor(norms, dtype=torch.float64),
     "array_api_strict": array_api_strict.asarray,
 }
-SCORES, EXACT = ("gnmr", "delta", "risk", "scale"), ("active", "lock")
+SCORES, EXACT = ("gnmr", "delta", "risk", "scale"), ("active", "lock", "reason")
 
 norms = st.one_of(st.floats(0.1, 10.0), st.sampled_from(NASTY), st.sampled_from([1.0, 2.0, 4.0]), st.floats())
 thresholds = st.one_of(

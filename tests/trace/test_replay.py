@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.control import Controller, Policy, TwoStage, robust
+from trimtab.control import REASONS, Controller, Policy, TwoStage, robust
 from trimtab.errors import ConfigError
 from trimtab.trace import RunWriter, StepRow, UnitRow, open_run, replay
 
@@ -36,7 +36,8 @@ def _errors(num_steps, seed=0, num_units=4):
 
 
 def _row(step, norms, decision, **changes):
-    values = {name: getattr(decision, name) for name in ("gnmr", "delta", "risk", "active", "lock", "alpha", "beta")}
+    names = ("gnmr", "delta", "risk", "active", "lock", "reason", "alpha", "beta")
+    values = {name: getattr(decision, name) for name in names}
     return StepRow(step=step, norms=norms, **(values | changes))
 
 
@@ -48,6 +49,8 @@ def _assert_exact(run, policy=None):
     np.testing.assert_array_equal(made.steps.step, table.step[observed])
     np.testing.assert_array_equal(made.steps.active, table.active[observed])
     np.testing.assert_array_equal(made.steps.lock, table.lock[observed])
+    np.testing.assert_array_equal(made.steps.reason, table.reason[observed])
+    assert table.reason.any()
     for name in ("gnmr", "delta", "risk"):
         # Recorded in float32: one rounding apart, and what is finite stays finite.
         recorded, largest = getattr(table, name)[observed], float(np.finfo(np.float32).max)
@@ -124,6 +127,7 @@ def test_replay_with_recorded_errors_is_exact_across_a_resume(kind, tmp_path):
                     saved = controller.state_dict()
     with open_run(tmp_path) as run:
         made = _assert_exact(run)
+        assert {"gnmr", "delta", "error", "failed"} <= {REASONS[code] for code in np.unique(made.steps.reason)}
         assert run.config["policy"]["error_limit"] == 0.3
         given = np.array([np.full(4, np.nan) if error is None else error for error in errors])
         np.testing.assert_array_equal(made.steps.errors, given)

@@ -89,6 +89,7 @@ def test_a_record_of_version_1_is_read_and_left_as_it_is(old):
         for name in ("errors", "flushed_share", "saturated_share", "amax"):
             assert getattr(table, name).shape == (NUM_STEPS, 3)
             assert np.isnan(getattr(table, name)).all()
+        assert not table.reason.any()
         made = replay(run)
         assert made.num_different == 0
         assert made.notes == ()

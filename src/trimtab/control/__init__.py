@@ -18,6 +18,7 @@ Words:
     raised risk: What something beside norms and errors, an alarm, holds a unit's risk to be. NaN = none.
     active set: The units on the recovery path in the next step. Never more than the budget, whatever the norms.
     lock: For how many more decisions a unit stays a candidate without being risky.
+    reason: Which term made a unit's risk, or that only its lock holds it.
     damping: Scaling a unit's gradient down in the step itself, where its norm is risky.
 
 Source: Kong et al. 2026, Algorithms 1 and 2.
@@ -33,25 +34,49 @@ from trimtab.control.baselines import MatchedRandom, RandomController
 from trimtab.control.checkpoint import LoadReport
 from trimtab.control.controller import Controller
 from trimtab.control.decision import Decision
+from trimtab.control.policies import (
+    POLICIES,
+    AdaptStyle,
+    DampingOnly,
+    FixedSet,
+    GsnrStyle,
+    JacobianProxy,
+    Oracle,
+    StaticHigh,
+    StaticLow,
+    policy_from_dict,
+)
 from trimtab.control.policy import Policy
 from trimtab.control.presets import PRESETS, paper, preset, robust
 from trimtab.control.protocol import ControllerLike, PolicyLike
+from trimtab.control.reasons import REASONS
 from trimtab.control.reference import ReferenceController
 from trimtab.control.schedules import TwoStage
 
 __all__ = [
+    "POLICIES",
     "PRESETS",
+    "REASONS",
+    "AdaptStyle",
     "Controller",
     "ControllerLike",
+    "DampingOnly",
     "Decision",
+    "FixedSet",
+    "GsnrStyle",
+    "JacobianProxy",
     "LoadReport",
     "MatchedRandom",
+    "Oracle",
     "Policy",
     "PolicyLike",
     "RandomController",
     "ReferenceController",
+    "StaticHigh",
+    "StaticLow",
     "TwoStage",
     "paper",
+    "policy_from_dict",
     "preset",
     "robust",
 ]

@@ -18,6 +18,8 @@ Array = Any
 LARGEST = sys.float_info.max
 """Where a score that would overflow stops: +inf is kept for units that failed."""
 
+_NUM_CODES = 8
+
 
 @dataclass(frozen=True, eq=False)
 class Place:
@@ -34,11 +36,15 @@ class Place:
     largest: Array = field(init=False)
     inf: Array = field(init=False)
     nan: Array = field(init=False)
+    codes: tuple[Array, ...] = field(init=False)
+    """The int8 numbers from 0 up, for choices among a few."""
 
     def __post_init__(self) -> None:
         values = {"zero": 0.0, "one": 1.0, "largest": LARGEST, "inf": float("inf"), "nan": float("nan")}
         for name, value in values.items():
             object.__setattr__(self, name, self.number(value))
+        codes = tuple(self.xp.full((), code, dtype=self.xp.int8, device=self.device) for code in range(_NUM_CODES))
+        object.__setattr__(self, "codes", codes)
 
     def number(self, value: float) -> Array:
         """A 0-d float64 array, filled on the device so that nothing is copied there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -15,6 +15,8 @@ from trimtab.control.checkpoint import LoadReport
 from trimtab.control.controller import Controller
 from trimtab.control.decision import Decision
 from trimtab.control.policy import Policy
+from trimtab.control.reasons import without_locks
+from trimtab.control.settings import read_settings
 from trimtab.errors import ConfigError, TrimtabWarning
 
 __all__ = ["MatchedRandom", "RandomController"]
@@ -95,6 +97,19 @@ class MatchedRandom:
             "scores": self.scores.to_dict(),
         }
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MatchedRandom:
+        """Read settings back.
+
+        Raises:
+            ConfigError: when a key is unknown or missing, or a value is out of its range.
+
+        Example:
+            >>> MatchedRandom.from_dict(MatchedRandom([1, 2], seed=3).to_dict()) == MatchedRandom([1, 2], seed=3)
+            True
+        """
+        return cls(**read_settings(values, cls, "matched_random"))
+
 
 class RandomController:
     """The controller of ``MatchedRandom``: scores as GNMR has them, the active set at random.
@@ -171,7 +186,8 @@ class RandomController:
         self._active[random.choice(self._candidates, size=self._count(scored.step), replace=False)] = True
         place = place_of(scored.active)
         lock = place.integers(np.zeros(len(self.units)))
-        return replace(scored, active=place.bools(self._active), lock=lock)
+        reason = without_locks(scored.reason, place)
+        return replace(scored, active=place.bools(self._active), lock=lock, reason=reason)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as plain values that JSON takes."""

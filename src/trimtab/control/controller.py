@@ -13,6 +13,7 @@ from trimtab.control.arrays import Array, Place, place_of, to_array, to_numpy
 from trimtab.control.checkpoint import ControllerMemory, LoadReport, UnitMemory
 from trimtab.control.decision import Decision
 from trimtab.control.policy import Policy
+from trimtab.control.reasons import DELTA, ERROR, GNMR, RAISED, reasons_of
 from trimtab.control.schedules import threshold_at
 from trimtab.control.scores import History, observe, recent_values, remember, score
 from trimtab.control.selection import next_lock, select_active
@@ -198,17 +199,22 @@ class Controller:
         seen = observe(norms, place)
         scores = score(self._history, seen, place)
         risk = xp.where(seen.failed, place.inf, place.zero)
+        # What is compared for the reason: one term is there always, and stands for none where no risk is above 1.
+        terms = {GNMR: xp.zeros_like(risk)}
         if step > policy.act_from_step:
-            judged = xp.maximum(scores.gnmr / place.number(alpha), scores.delta / place.number(beta))
-            risk = xp.where(seen.observed, xp.minimum(judged, place.largest), risk)
+            for code, value, threshold in ((GNMR, scores.gnmr, alpha), (DELTA, scores.delta, beta)):
+                term = xp.minimum(value / place.number(threshold), place.largest)
+                terms[code] = xp.where(seen.observed, term, place.zero)
+                risk = xp.maximum(risk, terms[code])
         # Before the others come in: they say nothing about how large the gradient should have been.
         overgrown = (risk > place.one) & seen.observed
         if errors is not None and policy.error_limit is not None:
             error_risk = xp.minimum(errors / place.number(policy.error_limit), place.largest)
-            risk = xp.maximum(risk, xp.where(errors >= place.zero, error_risk, place.zero))
+            terms[ERROR] = xp.where(errors >= place.zero, error_risk, place.zero)
+            risk = xp.maximum(risk, terms[ERROR])
         if risks is not None:
-            raised = xp.where(risks >= place.zero, xp.minimum(risks, place.largest), place.zero)
-            risk = xp.maximum(risk, raised)
+            terms[RAISED] = xp.where(risks >= place.zero, xp.minimum(risks, place.largest), place.zero)
+            risk = xp.maximum(risk, terms[RAISED])
         risky = risk > place.one
         candidates = (risky | (self._lock > 0)) & self._can_recover
         active = select_active(risk, candidates, self._budget, place)
@@ -232,6 +238,7 @@ class Controller:
             step=step,
             alpha=alpha,
             beta=beta,
+            reason=reasons_of(terms, risky, seen.failed, active, place),
         )
 
     def _one_a_unit(self, name: str, values: Array) -> Array:

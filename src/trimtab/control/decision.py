@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.control.arrays import to_numpy
+from trimtab.control.reasons import REASONS
 
 __all__ = ["Decision"]
 
@@ -29,6 +30,8 @@ class Decision:
         step: The optimizer step that the norms are from; the first is 1.
         alpha: Threshold of GNMR in force.
         beta: Threshold of Delta in force.
+        reason: int8, which term made the unit's risk, or "locked": codes of ``trimtab.control.REASONS``. None where the
+            controller does not say, and before the first decision.
 
     Source: Kong et al. 2026, Algorithms 1 and 2.
 
@@ -37,6 +40,8 @@ class Decision:
         >>> decision = Controller(3, Policy(max_active=1)).update([1.0, 0.0, float("nan")])
         >>> decision.active.tolist(), decision.num_unobserved, decision.num_failed
         ([False, False, True], 1, 1)
+        >>> decision.reasons
+        ('none', 'none', 'failed')
     """
 
     gnmr: Any
@@ -48,6 +53,15 @@ class Decision:
     step: int
     alpha: float
     beta: float
+    # A factory leaves no attribute on the class.
+    reason: Any = field(default_factory=lambda: None)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The names of ``reason``; "none" for every unit where the controller does not say. Waits for the device."""
+        if self.reason is None:
+            return (REASONS[0],) * len(self.active)
+        return tuple(REASONS[code] for code in to_numpy(self.reason).tolist())
 
     # Counted on reading, because counting in `update` would wait for the device.
     @property

@@ -14,7 +14,7 @@ from trimtab.errors import ConfigError, nearest_names
 if TYPE_CHECKING:
     from trimtab.control.controller import Controller
 
-__all__ = ["History", "Policy"]
+__all__ = ["History", "Policy", "budget_in_units", "budget_setting", "is_real", "whole_number"]
 
 History = Literal["mean", "ema", "window"]
 """What a norm is compared with: the mean of all, an exponential mean, or the mean of the last ``history_steps``."""
@@ -87,7 +87,7 @@ class Policy:
                 object.__setattr__(self, name, value)
         limit = self.error_limit
         if limit is not None:
-            if not _is_real(limit) or not 0 < limit < math.inf:
+            if not is_real(limit) or not 0 < limit < math.inf:
                 allowed = "a limit of the channel error is a finite number above 0."
                 raise ConfigError("error_limit", limit, allowed, "Set 0.3 for instance, or None to judge norms alone.")
             object.__setattr__(self, "error_limit", float(limit))
@@ -98,22 +98,22 @@ class Policy:
             ("burn_in_steps", 0, "burn-in lasts 0 or more observations."),
             ("act_from_step", 0, "it is an optimizer step, 0 or more."),
         ):
-            object.__setattr__(self, name, _whole_number(name, getattr(self, name), least, reason))
-        object.__setattr__(self, "max_active", _budget_setting(self.max_active))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least, reason))
+        object.__setattr__(self, "max_active", budget_setting(self.max_active))
         kinds = get_args(History)
         if self.history not in kinds:
             near = nearest_names(str(self.history), kinds)
             remedy = f"Did you mean {near[0]!r}?" if near else "Use one of them."
             raise ConfigError("history", self.history, f"it is one of {', '.join(map(repr, kinds))}.", remedy)
         factor = self.ema_factor
-        if not _is_real(factor) or not 0 <= factor < 1:
+        if not is_real(factor) or not 0 <= factor < 1:
             raise ConfigError(
                 "ema_factor", factor, "it is a share of at least 0 and below 1.", "Set 0.95 for instance."
             )
         object.__setattr__(self, "ema_factor", float(factor))
         clip = self.history_clip
         if clip is not None:
-            if not _is_real(clip) or not 1 <= clip < math.inf:
+            if not is_real(clip) or not 1 <= clip < math.inf:
                 allowed = "it is a finite number of 1 or more: below 1 every update would pull the mean towards 0."
                 raise ConfigError("history_clip", clip, allowed, "Set 4 for instance, or None to clip nothing.")
             object.__setattr__(self, "history_clip", float(clip))
@@ -134,10 +134,7 @@ class Policy:
             >>> Policy(max_active=0.01).budget(10), Policy(max_active=0.25).budget(10), Policy(max_active=4).budget(3)
             (1, 2, 3)
         """
-        if isinstance(self.max_active, int):
-            return min(self.max_active, num_recoverable)
-        least = 1 if self.max_active > 0 and num_recoverable > 0 else 0
-        return min(max(round(self.max_active * num_recoverable), least), num_recoverable)
+        return budget_in_units(self.max_active, num_recoverable)
 
     def thresholds(self, step: int) -> tuple[float, float]:
         """Alpha and beta at ``step``; the first update is step 1.
@@ -209,11 +206,12 @@ class Policy:
         return cls(**read)
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether ``value`` is a real number, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _whole_number(setting: str, value: Any, least: int, reason: str) -> int:
+def whole_number(setting: str, value: Any, least: int, reason: str) -> int:
     """``value`` as an int of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(setting, value, "it is a whole number.", f"Set an int of {least} or more.")
@@ -225,13 +223,21 @@ def _whole_number(setting: str, value: Any, least: int, reason: str) -> int:
     return int(value)
 
 
-def _budget_setting(value: Any) -> int | float:
-    """``max_active`` as an int count or a float share."""
+def budget_in_units(max_active: int | float, num_recoverable: int) -> int:
+    """The most units that ``max_active`` allows of ``num_recoverable``; see ``Policy.budget``."""
+    if isinstance(max_active, int):
+        return min(max_active, num_recoverable)
+    least = 1 if max_active > 0 and num_recoverable > 0 else 0
+    return min(max(round(max_active * num_recoverable), least), num_recoverable)
+
+
+def budget_setting(value: Any, setting: str = "max_active") -> int | float:
+    """A budget as an int count or a float share."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         if value < 0:
-            raise ConfigError("max_active", value, "a count of units is 0 or more.", "Set it to 0 or more.")
+            raise ConfigError(setting, value, "a count of units is 0 or more.", "Set it to 0 or more.")
         return int(value)
-    if not _is_real(value) or not 0 <= value <= 1:
+    if not is_real(value) or not 0 <= value <= 1:
         allowed = "an int is a count of units, 0 or more; a float is a share of them, 0.0 to 1.0."
-        raise ConfigError("max_active", value, allowed, "Set 4 or 0.25 for instance.")
+        raise ConfigError(setting, value, allowed, "Set 4 or 0.25 for instance.")
     return float(value)

@@ -14,6 +14,7 @@ from trimtab.control.arrays import LARGEST
 from trimtab.control.checkpoint import ControllerMemory, UnitMemory
 from trimtab.control.decision import Decision
 from trimtab.control.policy import Policy
+from trimtab.control.reasons import REASONS
 from trimtab.control.scores import CLIP_AFTER, downscale
 from trimtab.control.units import recoverable_mask, unit_names
 
@@ -75,28 +76,35 @@ class ReferenceController:
             raise ValueError(f"risks: got {len(risks)}, but the controller has {len(self.units)} units.")
         self.step += 1
         alpha, beta = self.policy.thresholds(self.step)
-        gnmr, delta, risk, scale = [], [], [], []
+        gnmr, delta, risk, scale, cause = [], [], [], [], []
         for memory, norm, error, raised in zip(self.memories, map(float, norms), errors, risks, strict=True):
             if is_failed(norm):
                 unit_gnmr = unit_delta = unit_risk = math.inf
                 unit_scale = 0.0
+                terms = {"failed": math.inf}
             elif norm == 0:
                 unit_gnmr = unit_delta = math.nan
                 unit_risk, unit_scale = 0.0, 1.0
+                terms = {}
             else:
                 unit_gnmr = gnmr_of(memory, norm)
                 unit_delta = delta_of(memory, unit_gnmr, self.policy)
-                unit_risk = risk_of(unit_gnmr, unit_delta, alpha, beta, self.step, self.policy)
+                terms = terms_of(unit_gnmr, unit_delta, alpha, beta, self.step, self.policy)
+                unit_risk = max(terms.values())
                 unit_scale = min(1.0, memory.mean / norm) if unit_risk > 1 and memory.mean > 0 else 1.0
                 remember(memory, norm, unit_gnmr, self.policy)
             gnmr.append(unit_gnmr)
             delta.append(unit_delta)
             # Only here: damping went by what the norm alone says, the choice of units goes by the greatest of all.
-            risk.append(max(unit_risk, error_risk_of(error, self.policy), raised_risk_of(raised)))
+            terms |= {"error": error_risk_of(error, self.policy), "raised": raised_risk_of(raised)}
+            risk.append(max(terms.values()))
+            cause.append(max(terms, key=lambda name: terms[name]) if risk[-1] > 1 else "none")  # of equals the first
             scale.append(unit_scale)
         chosen = choose(risk, self.memories, self.recoverable, self.budget)
         for unit, memory in enumerate(self.memories):
             memory.active = unit in chosen
+            if memory.active and not risk[unit] > 1:
+                cause[unit] = "locked"
             if not memory.active:
                 memory.lock = 0
             elif risk[unit] > 1:
@@ -113,6 +121,7 @@ class ReferenceController:
             step=self.step,
             alpha=alpha,
             beta=beta,
+            reason=[REASONS.index(name) for name in cause],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,11 +150,11 @@ def delta_of(memory: UnitMemory, gnmr: float, policy: Policy) -> float:
     return 1.0 if recent == 0 else min(gnmr / recent, LARGEST)
 
 
-def risk_of(gnmr: float, delta: float, alpha: float, beta: float, step: int, policy: Policy) -> float:
-    """The greater of both scores, each in units of its threshold."""
+def terms_of(gnmr: float, delta: float, alpha: float, beta: float, step: int, policy: Policy) -> dict[str, float]:
+    """Both scores, each in units of its threshold; the risk is the greatest term."""
     if step <= policy.act_from_step:
-        return 0.0
-    return min(max(gnmr / alpha, delta / beta), LARGEST)
+        return {"gnmr": 0.0, "delta": 0.0}
+    return {"gnmr": min(gnmr / alpha, LARGEST), "delta": min(delta / beta, LARGEST)}
 
 
 def error_risk_of(error: float | None, policy: Policy) -> float:

@@ -1,7 +1,16 @@
-"""Contract suites: what every recipe and every monitor must keep, for those who write one outside of trimtab too."""
+"""Contract suites: what every recipe, monitor and policy must keep, for those who write one outside of trimtab too."""
 
 from trimtab.testing.models import AdaptedLinear, TinyModel, adapted_tiny_model, tiny_model
 from trimtab.testing.monitor_contract import MonitorContract
+from trimtab.testing.policy_contract import PolicyContract
 from trimtab.testing.recipe_contract import RecipeContract
 
-__all__ = ["AdaptedLinear", "MonitorContract", "RecipeContract", "TinyModel", "adapted_tiny_model", "tiny_model"]
+__all__ = [
+    "AdaptedLinear",
+    "MonitorContract",
+    "PolicyContract",
+    "RecipeContract",
+    "TinyModel",
+    "adapted_tiny_model",
+    "tiny_model",
+]

@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.control import REASONS
+
 __all__ = [
     "from_json_object",
     "pack_active",
     "pack_locks",
     "pack_norms",
+    "pack_reasons",
     "pack_risk",
     "pack_scores",
     "plain_object",
@@ -31,6 +34,7 @@ __all__ = [
     "unpack_active",
     "unpack_locks",
     "unpack_norms",
+    "unpack_reasons",
     "unpack_scores",
 ]
 
@@ -97,6 +101,32 @@ def unpack_locks(blob: bytes, num_units: int) -> NDArray[np.int64]:
     if width not in (1, 2, 4, 8) or width * num_units != len(blob):
         raise ValueError(f"{len(blob)} bytes of locks for {num_units} units")
     return np.frombuffer(blob, dtype=f"<u{width}").astype(np.int64)
+
+
+def pack_reasons(reason: NDArray[np.int8]) -> bytes:
+    """Of each unit with a reason 8 * unit + code, in the narrowest unsigned integers that hold it for every unit.
+
+    Example:
+        >>> len(pack_reasons(np.array([0, 0, 3, 0, 6], np.int8)))
+        2
+    """
+    (units,) = np.nonzero(reason)
+    return (8 * units + reason[units]).astype(f"<u{_reason_width(len(reason))}").tobytes()
+
+
+def unpack_reasons(blob: bytes, num_units: int) -> NDArray[np.int8]:
+    """Undo ``pack_reasons``."""
+    packed = np.frombuffer(blob, dtype=f"<u{_reason_width(num_units)}")
+    reason = np.zeros(num_units, np.int8)
+    if len(packed):
+        if packed.max() >= 8 * num_units or (packed % 8).max() >= len(REASONS):
+            raise ValueError(f"reasons of units or of kinds that there are not, for {num_units} units")
+        reason[packed // 8] = packed % 8
+    return reason
+
+
+def _reason_width(num_units: int) -> int:
+    return next(w for w in (1, 2, 4, 8) if 8 * num_units <= 256**w)
 
 
 def scalar_column(value: float | None) -> float | str | None:

@@ -132,6 +132,7 @@ class _Player:
             risk=np.asarray(decision.risk),
             active=np.array(decision.active),
             lock=np.asarray(decision.lock),
+            reason=None if decision.reason is None else np.asarray(decision.reason),
         )
         self._table.add(made, self._units)
 

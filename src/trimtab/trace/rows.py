@@ -54,6 +54,8 @@ class StepRow:
     """Shape (units,), bool. The units on the recovery path in the next step."""
     lock: ArrayLike | None = None
     """Shape (units,), integers >= 0. Steps for which a unit stays a candidate."""
+    reason: ArrayLike | None = None
+    """Shape (units,), codes of ``trimtab.control.REASONS``: what made the risk, or holds the unit. 0 = none."""
     errors: ArrayLike | None = None
     """Shape (units,). Channel errors, kept exactly: replay starts from them too. NaN = not known. None: none is."""
     quantizer: Mapping[str, ArrayLike] | None = None

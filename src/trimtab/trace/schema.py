@@ -23,7 +23,7 @@ __all__ = [
 
 APPLICATION_ID = 0x5472_696D  # "Trim"; `file` and SQLite tools show it
 SCHEMA_VERSION = 2
-STEP_COLUMNS_SINCE = {2: ("errors", "flushed_share", "saturated_share", "amax")}
+STEP_COLUMNS_SINCE = {2: ("errors", "flushed_share", "saturated_share", "amax", "reason")}
 """Columns of ``steps`` that came with a version; what an older file lacks is read as not given."""
 READINGS_SINCE = 2
 READING_TABLES = ("places", "readings")
@@ -103,7 +103,8 @@ CREATE TABLE steps (
     errors BLOB,                          -- float64, little-endian: channel errors, an input of the decision
     flushed_share BLOB,                   -- float32, little-endian; so too the next ones
     saturated_share BLOB,
-    amax BLOB
+    amax BLOB,
+    reason BLOB                           -- 8 * unit + code of each unit that has one; unsigned, little-endian
 );
 CREATE INDEX steps_by_step ON steps (segment, step, skipped);
 CREATE TABLE events (

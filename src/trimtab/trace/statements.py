@@ -61,7 +61,7 @@ Item = StepRow | Event | Note | None
 
 _STEP_COLUMNS = (
     "segment", "step", "skipped", "loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s", "num_active", "extra",
-    "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS,
+    "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS, "reason",
 )  # fmt: skip
 _INSERT_EVENT = "INSERT INTO events (segment, step, kind, place, data) VALUES (?, ?, ?, ?, ?)"
 _INSERT_PLACES = "INSERT OR IGNORE INTO places (segment, monitor, metric, num, names) VALUES (?, ?, ?, ?, ?)"
@@ -86,6 +86,7 @@ def _step_columns(row_id: int, row: StepRow) -> Sequence[object]:
         _packed(row.lock, encoding.pack_locks),
         _packed(row.errors, encoding.pack_norms),
         *(_packed((row.quantizer or {}).get(name), encoding.pack_scores) for name in QUANTIZER_COLUMNS),
+        _packed(row.reason, encoding.pack_reasons),
     )
 
 

@@ -28,7 +28,7 @@ __all__ = [
 
 COLUMNS = (
     "segment", "step", "skipped", "loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s", "extra",
-    "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS,
+    "norms", "gnmr", "delta", "risk", "active", "lock", "errors", *QUANTIZER_COLUMNS, "reason",
 )  # fmt: skip
 """Columns of ``steps`` in the order in which they are read."""
 _SCALARS = ("loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s")
@@ -105,6 +105,8 @@ class StepTable:
     """Share of the values that it clipped. (T, U)"""
     amax: NDArray[np.float32]
     """Largest magnitude of its operand. (T, U)"""
+    reason: NDArray[np.int8]
+    """What made the risk or holds the unit, codes of ``trimtab.control.REASONS``; 0 also where not recorded. (T, U)"""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -130,6 +132,7 @@ class RawRow:
     flushed_share: NDArray[np.float32] | None
     saturated_share: NDArray[np.float32] | None
     amax: NDArray[np.float32] | None
+    reason: NDArray[np.int8] | None
 
 
 def decode_row(columns: tuple[Any, ...], num_units: int) -> RawRow:
@@ -158,6 +161,7 @@ def decode_row(columns: tuple[Any, ...], num_units: int) -> RawRow:
                 name: None if values[name] is None else encoding.unpack_scores(values[name])
                 for name in QUANTIZER_COLUMNS
             },
+            reason=None if values["reason"] is None else encoding.unpack_reasons(values["reason"], num_units),
         )
     floats = (row.norms, row.gnmr, row.delta, row.risk, row.errors, row.flushed_share, row.saturated_share, row.amax)
     for array in floats:
@@ -194,6 +198,7 @@ class TableBuilder:
             "lock": np.zeros(shape, np.int64),
             "errors": np.full(shape, np.nan),
             **{name: np.full(shape, np.nan, np.float32) for name in QUANTIZER_COLUMNS},
+            "reason": np.zeros(shape, np.int8),
         }
         self._places: dict[tuple[str, ...], tuple[Any, Any]] = {units: (slice(None), slice(None))}
 

@@ -32,6 +32,7 @@ _ARRAYS = {
     "errors": np.float64,
     "active": np.bool_,
     "lock": np.int64,
+    "reason": np.int8,
 }
 _SCALARS = ("loss", "lr", "grad_norm", "alpha", "beta", "elapsed_s")
 
