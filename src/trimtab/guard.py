@@ -320,6 +320,8 @@ class Guard:
         """
         if self.conversion is None:
             raise ConfigError("route", list(names), "without a recipe there is no recovery path.", "Attach with one.")
+        if isinstance(names, str):
+            raise ConfigError("route", names, "it is a list of names.", f"Write [{names!r}].")
         known = dict.fromkeys(self.units[i] for i in self._switch_index)
         wanted = set(names)
         if unknown := wanted.difference(known):
@@ -381,6 +383,16 @@ class Guard:
     def diagnosis(self) -> Diagnosis:
         """What the alarms so far amount to: a mechanism, the evidence, and what to do."""
         return diagnose(self.alarms)
+
+    def note(self, about: str, data: Mapping[str, Any] | None = None, place: str = "") -> None:
+        """Put a note of your own into the record, at the step observed last; without a record it goes nowhere.
+
+        Args:
+            about: What it is about, as later readers look for it: ``event.data["about"]`` of ``run.events("note")``.
+            data: Details, as plain values.
+            place: A unit, a layer, a head; empty for the whole run.
+        """
+        self._journal.event("note", {"about": about} | dict(data or {}), place)
 
     def raise_risk(self, units: Sequence[str], risk: float = 2.0, steps: int = 10) -> None:
         """Hold the risk of units at ``risk`` or above in the next decisions, within the budget as any other.

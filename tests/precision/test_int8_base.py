@@ -686,7 +686,7 @@ def test_a_replica_of_data_parallel_runs_plainly_and_says_so():
     convert(model)
     replica = model[0]._replicate_for_data_parallel()
     replica._parameters = dict(model[0]._parameters)
-    frozen_base._warn_about_replicas.cache_clear()
+    converted_class.warn_about_replicas.cache_clear()
     with pytest.warns(TrimtabWarning, match="as nn.DataParallel makes one .* Use DistributedDataParallel"):
         assert torch.equal(replica(x), expected)
 

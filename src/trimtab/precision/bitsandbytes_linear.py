@@ -177,11 +177,11 @@ class BitsandbytesConversion(FrozenBaseConversion):
         """Whether the layer is a plain one."""
         return not isinstance(self.layers[number], self._library.nn.Linear8bitLt)
 
-    def input_gradient(self, number: int, grad: Tensor, active: bool) -> Tensor:
+    def input_gradient(self, number: int, grad: Tensor, given: Tensor | None, active: bool) -> Tensor:
         """The gradient of a layer's input, computed in the dtype in which its output was."""
         if active or self.recipe.compute_dtype is None:
-            return super().input_gradient(number, grad, active)
-        return super().input_gradient(number, grad.to(self.recipe.compute_dtype), active).to(grad.dtype)
+            return super().input_gradient(number, grad, given, active)
+        return super().input_gradient(number, grad.to(self.recipe.compute_dtype), given, active).to(grad.dtype)
 
     def begin_step(self, step: int) -> None:
         """Optimizer step ``step`` begins: micro-batches are counted anew, and weights looked at for changes."""

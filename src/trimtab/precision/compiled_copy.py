@@ -67,21 +67,24 @@ class CopyScope:
 
     def __init__(self, parent: nn.Module) -> None:
         self.is_open = False
-        self.entries: list[tuple[Tensor, Tensor]] = []
+        self.entries: list[tuple[Tensor, torch.dtype, Tensor]] = []
         self._hooks = [
             parent.register_forward_pre_hook(_OpenScope(self)),
-            parent.register_forward_hook(_CloseScope(self), always_call=True),
+            # Not always_call: a compiler tells modules apart by such hooks. What an exception leaves, opening clears.
+            parent.register_forward_hook(_CloseScope(self)),
         ]
 
-    def copies_of(self, source: Tensor) -> list[Tensor]:
-        """The copies that layers of the module have stored of ``source``."""
-        found = [copy for stored, copy in self.entries if stored is source] if self.is_open else []
+    def copies_of(self, source: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """The copies that layers of the module have stored of ``source``, cast to ``dtype``."""
+        if not self.is_open:
+            return []
+        found = [copy for stored, cast_to, copy in self.entries if stored is source and cast_to == dtype]
         return found[: _MOST_EARLIER - 1]
 
-    def add(self, source: Tensor, copy: Tensor) -> None:
+    def add(self, source: Tensor, dtype: torch.dtype, copy: Tensor) -> None:
         """Note a copy."""
         if self.is_open:
-            self.entries.append((source, copy))
+            self.entries.append((source, dtype, copy))
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -100,6 +103,27 @@ def scopes_of(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, CopySc
     return scopes
 
 
+def _is_in_a_subgraph() -> bool:
+    """Whether the compiler is inside what it traces on its own, as the body of activation checkpointing is.
+
+    It allows no change of our state in there; nor is sharing worth anything where copies are made anew in backward.
+    """
+    return _ask_the_compiler()
+
+
+def _ask_the_compiler() -> bool:
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except Exception:  # an inside of torch's, which may move: then nothing is shared
+        return True
+
+
+# What torch._dynamo.assume_constant_result does; that would load the compiler with this module.
+_ask_the_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _ScopeHook:
     """Opens or closes a scope; a copy of the model inherits only an inert one."""
 
@@ -116,14 +140,14 @@ class _ScopeHook:
 # Two classes for the reason that ``linear_conversion`` has two.
 class _OpenScope(_ScopeHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.scope is not None and torch.compiler.is_compiling():
+        if self.scope is not None and torch.compiler.is_compiling() and not _is_in_a_subgraph():
             self.scope.entries.clear()
             self.scope.is_open = True
 
 
 class _CloseScope(_ScopeHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.scope is not None and torch.compiler.is_compiling():
+        if self.scope is not None and torch.compiler.is_compiling() and not _is_in_a_subgraph():
             self.scope.entries.clear()
             self.scope.is_open = False
 
@@ -138,10 +162,10 @@ def traced_linear(module: nn.Module, source: Tensor, scope: CopyScope | None, ke
         key: The layer's, as its switch has it.
     """
     x, weight, bias = as_autocast_would(module, source)
-    earlier = scope.copies_of(source) if scope is not None else []
+    earlier = scope.copies_of(source, x.dtype) if scope is not None else []
     copy = torch.ops.trimtab.store_copy(x.detach(), earlier, key)
     if scope is not None:
-        scope.add(source, copy)
+        scope.add(source, x.dtype, copy)
     transposed = not isinstance(module, nn.Linear)
     return _LinearFromCopies.apply(x, weight, bias, key, transposed, *earlier, copy)
 
@@ -166,8 +190,7 @@ def store_copy(x: Tensor, earlier: Sequence[Tensor], key: Tensor) -> Tensor:
     length = sum(len(part) for part in parts)
     padding = _MOST_EARLIER - length % _MOST_EARLIER + _WIDTH_OF_REMAINDER.index(bits)
     made = torch.cat([*parts, x.new_zeros((padding,), dtype=torch.uint8)])
-    if row:
-        conversion.rows_of_copies[made.data_ptr()] = row
+    conversion.rows_of_copies[made.data_ptr()] = row  # also without one: another copy may have been at this place
     return made
 
 

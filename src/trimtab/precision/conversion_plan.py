@@ -52,6 +52,7 @@ def plan_conversion(model: nn.Module, units: Sequence[Unit], recipe: str, why_no
             first_reason = next(iter(refused.items()))
         if able:
             planned.append((unit, able))
+        if layers:
             left_out |= refused
     if not planned:
         name, reason = first_reason or ("it", "there is no unit")
@@ -64,8 +65,6 @@ def plan_conversion(model: nn.Module, units: Sequence[Unit], recipe: str, why_no
     if left_out:
         name, reason = next(iter(left_out.items()))
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-        warnings.warn(
-            f"{recipe} leaves {name}{more} as it is, on both paths of its unit: {reason}.", TrimtabWarning, stacklevel=5
-        )
+        warnings.warn(f"{recipe} leaves {name}{more} as it is: {reason}.", TrimtabWarning, stacklevel=5)
     warn_about_heads(model, units)
     return planned

@@ -9,8 +9,6 @@ Shapes: x (..., in), weight (out, in), grad (..., out).
 
 from __future__ import annotations
 
-import functools
-import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from trimtab.errors import TrimtabWarning
 from trimtab.precision.conversion_plan import Planned
+from trimtab.precision.converted_class import plain_tensor, warn_about_replicas, weights_of
 from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.linear_conversion import LinearConversion, Switch, as_autocast_would, look_up
 from trimtab.precision.recipe import PathCost
@@ -78,7 +76,7 @@ class FrozenBaseConversion(LinearConversion):
         """The layer's output on the path in force; None where that is the plain layer's."""
         number = self._numbers.get(id(module))
         if number is None:
-            _warn_about_replicas()
+            warn_about_replicas()
             return None
         if self.is_active(index) and self.recovers_by_itself(number):
             self.note(x, index)
@@ -96,23 +94,25 @@ class FrozenBaseConversion(LinearConversion):
             return None  # the plain layer says what is wrong
         bias = None if bias is None else bias.to(x.dtype)
         outputs = int(layer.out_features if isinstance(module, nn.Linear) else weight.shape[1])
-        output: Tensor = _FrozenLinear.apply(x, bias, outputs, switch.key)
+        output: Tensor = _FrozenLinear.apply(x, plain_tensor(weight), bias, outputs, switch.key)
         return output
 
     @torch.no_grad()
-    def product(self, number: int, x: Tensor, bias: Tensor | None, index: int, active: bool) -> Tensor:
-        """The output of a layer of unit ``index``."""
+    def product(
+        self, number: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, index: int, active: bool
+    ) -> Tensor:
+        """The output of a layer of unit ``index`` with this ``weight``, or with its own where it is None."""
         # What is multiplied has been cast already, and an emulated product must not be.
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), weights_of(self.layers[number], weight, None):
             if not active:
                 return self.low_product(number, x.detach(), bias, index)
             self.note(x, index)
             return F.linear(x, self.high_weight(number, x.dtype), bias)
 
     @torch.no_grad()
-    def input_gradient(self, number: int, grad: Tensor, active: bool) -> Tensor:
-        """The gradient of a layer's input, from that of its output."""
-        with torch.autocast(grad.device.type, enabled=False):
+    def input_gradient(self, number: int, grad: Tensor, given: Tensor | None, active: bool) -> Tensor:
+        """The gradient of a layer's input, from that of its output and the weight that its forward was given."""
+        with torch.autocast(grad.device.type, enabled=False), weights_of(self.layers[number], given, None):
             weight = self.high_weight(number, grad.dtype) if active else self.low_weight(number, grad.dtype)
             return (grad.reshape(-1, grad.shape[-1]) @ weight).reshape(*grad.shape[:-1], weight.shape[-1])
 
@@ -124,16 +124,6 @@ def plain_weight(layer: nn.Module) -> Tensor:
     return weight if isinstance(layer, nn.Linear) else weight.t().contiguous()  # type: ignore[no-any-return]
 
 
-@functools.cache
-def _warn_about_replicas() -> None:
-    warnings.warn(
-        "A layer ran as a copy of the one that was converted, as nn.DataParallel makes one for each device: such copies"
-        " stay on the recovery path. Use DistributedDataParallel instead.",
-        TrimtabWarning,
-        stacklevel=2,
-    )
-
-
 def _cost(layers: Sequence[nn.Module]) -> PathCost:
     weights: list[Any] = [layer.weight for layer in layers]
     # Two products: a frozen weight has no gradient, and asks for nothing to be kept.
@@ -141,22 +131,24 @@ def _cost(layers: Sequence[nn.Module]) -> PathCost:
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """``apply(x, bias, outputs, key)``, with the layer's key as its switch has it. Keeps no input."""
+    """``apply(x, weight, bias, outputs, key)``, with the layer's key as its switch has it. Keeps no input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, outputs: int, key: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, key: Tensor) -> Tensor:
         """The output, in ``x``'s dtype."""
         ctx.inputs = x.shape[-1]
+        ctx.conversion = None
         if torch.compiler.is_compiling():
             # Looked at while tracing, the path would become part of the graph.
-            output, path = torch.ops.trimtab.frozen_linear(x, bias, outputs, key)
-            ctx.save_for_backward(path, key)
+            output, path = torch.ops.trimtab.frozen_linear(x, weight, bias, outputs, key)
+            ctx.save_for_backward(weight, path, key)
             return output  # type: ignore[no-any-return]
-        conversion, unit, ctx.number = _look_up(key)
-        ctx.active = conversion.is_active(unit)
-        ctx.conversion = conversion  # which may have been let go of by then
+        # Saved, a weight that is changed before the backward is noticed.
+        ctx.save_for_backward(weight)
+        ctx.conversion, unit, ctx.number = _look_up(key)  # the guard may have let go of the conversion by then
+        ctx.active = ctx.conversion.is_active(unit)
         # It may end in a view, and autograd forbids in-place operations on a view made in here.
-        return conversion.product(ctx.number, x, bias, unit, ctx.active).data
+        return ctx.conversion.product(ctx.number, x, weight, bias, unit, ctx.active).data  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -164,34 +156,37 @@ class _FrozenLinear(torch.autograd.Function):
         """The gradients."""
         grad_x = None
         if ctx.needs_input_grad[0]:
-            if ctx.saved_tensors:
+            if ctx.conversion is None:
                 grad_x = torch.ops.trimtab.frozen_linear_backward(grad, *ctx.saved_tensors, ctx.inputs)
             else:
-                grad_x = ctx.conversion.input_gradient(ctx.number, grad, ctx.active)
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_bias, None, None
+                grad_x = ctx.conversion.input_gradient(ctx.number, grad, *ctx.saved_tensors, ctx.active)
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, None, None
 
 
 @torch.library.custom_op("trimtab::frozen_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _frozen_linear(x: Tensor, bias: Tensor | None, outputs: int, key: Tensor) -> tuple[Tensor, Tensor]:
+def _frozen_linear(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, key: Tensor
+) -> tuple[Tensor, Tensor]:
     conversion, unit, number = _look_up(key)
     active = conversion.is_active(unit)
-    return conversion.product(number, x, bias, unit, active).contiguous(), torch.tensor(active)
+    output = conversion.product(number, x, weight, bias, unit, active)
+    return output.contiguous(), torch.tensor(active, device="cpu")
 
 
 @_frozen_linear.register_fake
-def _(x: Tensor, bias: Tensor | None, outputs: int, key: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty((*x.shape[:-1], outputs)), torch.empty((), dtype=torch.bool)
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], outputs)), torch.empty((), dtype=torch.bool, device="cpu")
 
 
 @torch.library.custom_op("trimtab::frozen_linear_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _frozen_linear_backward(grad: Tensor, path: Tensor, key: Tensor, inputs: int) -> Tensor:
+def _frozen_linear_backward(grad: Tensor, weight: Tensor | None, path: Tensor, key: Tensor, inputs: int) -> Tensor:
     conversion, _, number = _look_up(key)
-    return conversion.input_gradient(number, grad, bool(path)).contiguous()
+    return conversion.input_gradient(number, grad, weight, bool(path)).contiguous()
 
 
 @_frozen_linear_backward.register_fake
-def _(grad: Tensor, path: Tensor, key: Tensor, inputs: int) -> Tensor:
+def _(grad: Tensor, weight: Tensor | None, path: Tensor, key: Tensor, inputs: int) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], inputs))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.precision.converted_class import own_forward
+from trimtab.precision.converted_class import own_forward, plain_tensor, warn_about_replicas, weights_of
 from trimtab.precision.linear_conversion import LinearConversion, Switch, look_up
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.units import Unit
@@ -86,10 +86,7 @@ class LibraryConversion(LinearConversion):
         outputs = self.outputs_of(module)
         is_cast = torch.is_autocast_enabled(x.device.type)
         x = x.to(_dtype_of_output(x))
-        # A frozen weight may be of a class of the library's own, and has no gradient to be connected by.
-        weight = weight if weight.requires_grad else None
-        bias = bias if bias is not None and bias.requires_grad else None
-        output: Tensor = _LibraryLinear.apply(x, weight, bias, outputs, is_cast, switch.key)
+        output: Tensor = _LibraryLinear.apply(x, plain_tensor(weight), plain_tensor(bias), outputs, is_cast, switch.key)
         return output
 
     def undo(self) -> None:
@@ -101,7 +98,10 @@ class LibraryConversion(LinearConversion):
 
     def forward_of(self, module: nn.Module, shape: torch.Size, active: bool) -> Forward | None:
         """The forward of a layer on a path; None is its own."""
-        paths = self.paths[id(module)]
+        paths = self.paths.get(id(module))
+        if paths is None:
+            warn_about_replicas()
+            return None
         if active:
             return paths.high
         if paths.refuses is not None:
@@ -129,7 +129,7 @@ class _LibraryLinear(torch.autograd.Function):
         key: Tensor,
     ) -> Tensor:
         """The output."""
-        output, path = torch.ops.trimtab.library_linear(x, outputs, is_cast, key)
+        output, path = torch.ops.trimtab.library_linear(x, weight, bias, outputs, is_cast, key)
         ctx.is_cast = is_cast
         ctx.save_for_backward(x, weight, bias, path, key)
         return output
@@ -140,7 +140,7 @@ class _LibraryLinear(torch.autograd.Function):
         """The gradients."""
         x, weight, bias, path, key = ctx.saved_tensors
         grads = torch.ops.trimtab.library_linear_backward(
-            grad, x, weight, bias, path, ctx.needs_input_grad[0], ctx.is_cast, key
+            grad, x, weight, bias, path, list(ctx.needs_input_grad[:3]), ctx.is_cast, key
         )
         return (
             *(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)),
@@ -151,20 +151,25 @@ class _LibraryLinear(torch.autograd.Function):
 
 
 @torch.library.custom_op("trimtab::library_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _library_linear(x: Tensor, outputs: int, is_cast: bool, key: Tensor) -> tuple[Tensor, Tensor]:
+def _library_linear(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, is_cast: bool, key: Tensor
+) -> tuple[Tensor, Tensor]:
     conversion, unit, number = _look_up(key)
     active = conversion.is_active(unit)
     # A library's own tensors are met by composite operators otherwise, which they never are in eager mode.
-    with _autograd_within_an_operator(), torch.no_grad():
+    module = conversion.layers[number]
+    with _autograd_within_an_operator(), torch.no_grad(), weights_of(module, weight, bias):
         output = _forward(conversion, number, x.detach(), active, is_cast)
-    return output.contiguous().clone() if output.data_ptr() == x.data_ptr() else output.contiguous(), torch.tensor(
-        active
-    )
+    output = output.contiguous()
+    # An operator's output may not be its input.
+    return output.clone() if output.data_ptr() == x.data_ptr() else output, torch.tensor(active, device="cpu")
 
 
 @_library_linear.register_fake
-def _(x: Tensor, outputs: int, is_cast: bool, key: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype), torch.empty((), dtype=torch.bool)
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, is_cast: bool, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype), torch.empty((), dtype=torch.bool, device="cpu")
 
 
 @torch.library.custom_op("trimtab::library_linear_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -174,19 +179,20 @@ def _library_linear_backward(
     weight: Tensor | None,
     bias: Tensor | None,
     path: Tensor,
-    needs_x: bool,
+    needs: Sequence[bool],
     is_cast: bool,
     key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     conversion, _, number = _look_up(key)
     module: Any = conversion.layers[number]
+    given = [x, weight, bias]
     with _autograd_within_an_operator(), torch.enable_grad():
-        leaf = x.detach().requires_grad_(needs_x)
-        output = _forward(conversion, number, leaf, bool(path), is_cast)
-    wanted = [
-        leaf if needs_x else None,
-        *(None if given is None else p for given, p in ((weight, module.weight), (bias, module.bias))),
-    ]
+        leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(given, needs, strict=True)]
+        leaf, *own = leaves
+        assert leaf is not None
+        with weights_of(module, *own):
+            output = _forward(conversion, number, leaf, bool(path), is_cast)
+    wanted = [t if n else None for t, n in zip(leaves, needs, strict=True)]
     found = iter(torch.autograd.grad(output, [t for t in wanted if t is not None], grad))
     return tuple(grad.new_empty((0,)) if t is None else next(found).contiguous() for t in wanted)  # type: ignore[return-value]
 
@@ -198,16 +204,15 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     path: Tensor,
-    needs_x: bool,
+    needs: Sequence[bool],
     is_cast: bool,
     key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    none = grad.new_empty((0,))
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else none,
-        none.clone() if weight is None else torch.empty_like(weight, memory_format=torch.contiguous_format),
-        none.clone() if bias is None else torch.empty_like(bias),
+    given = zip([x, weight, bias], needs, strict=True)
+    x_like, weight_like, bias_like = (
+        t.new_empty(t.shape) if t is not None and n else grad.new_empty((0,)) for t, n in given
     )
+    return x_like, weight_like, bias_like
 
 
 def _autograd_within_an_operator() -> Any:

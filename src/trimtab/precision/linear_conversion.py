@@ -199,7 +199,7 @@ class Switch:
     def __init__(self, conversion: LinearConversion, index: int, number: int) -> None:
         self.conversion = conversion
         self.index = index
-        self.key = torch.tensor([conversion.handle, index, number])
+        self.key = torch.tensor([conversion.handle, index, number], device="cpu")
         self.scope: Any = None
         self._run_outside = self.run
         if not conversion.is_traceable:

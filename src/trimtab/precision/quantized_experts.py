@@ -112,7 +112,7 @@ def _forward(x: Tensor, weight: Tensor, ends: Tensor, key: Tensor) -> tuple[Tens
     output = x.new_zeros((x.shape[0], weight.shape[1]))
     for e, rows in _rows_of(ends):
         output[rows] = conversion.forward_product(x[rows], weight[e], None, units[e], paths[e])
-    return output, torch.tensor(paths)
+    return output, torch.tensor(paths, device="cpu")
 
 
 def _backward(
@@ -127,7 +127,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     conversion, units = _look_up(key)
     active = paths.tolist()
-    grad_x = torch.zeros_like(x) if needs_x else x.new_empty((0,))
+    grad_x = x.new_zeros(x.shape) if needs_x else x.new_empty((0,))
     # An expert without tokens has a gradient of exactly zero: it is not observed.
     grad_weight = weight.new_zeros(weight.shape) if needs_weight else weight.new_empty((0,))
     for e, rows in _rows_of(ends):
@@ -157,7 +157,7 @@ _backward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(x: Tensor, weight: Tensor, ends: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty((x.shape[0], weight.shape[1])), torch.empty((weight.shape[0],), dtype=torch.bool)
+    return x.new_empty((x.shape[0], weight.shape[1])), torch.empty((weight.shape[0],), dtype=torch.bool, device="cpu")
 
 
 @_backward_op.register_fake
@@ -171,7 +171,7 @@ def _(
     needs_weight: bool,
     key: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    grad_x = torch.empty_like(x) if needs_x else x.new_empty((0,))
+    grad_x = x.new_empty(x.shape) if needs_x else x.new_empty((0,))
     return grad_x, weight.new_empty(weight.shape) if needs_weight else weight.new_empty((0,))
 
 

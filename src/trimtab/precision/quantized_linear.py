@@ -35,7 +35,8 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.conversion = None if torch.compiler.is_compiling() else _look_up(key)[0]
         ctx.shape = x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, path, key)
-        return output
+        # It ends in a view, and autograd forbids in-place operations (an inplace ReLU) on a view made in here.
+        return output if torch.compiler.is_compiling() else output.data
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -65,7 +66,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> tup
     conversion, unit = _look_up(key)
     active = conversion.is_active(unit)
     output = conversion.forward_product(x, weight, bias, unit, active)
-    return output, torch.tensor(active)
+    return output, torch.tensor(active, device="cpu")
 
 
 def _backward(
@@ -87,7 +88,7 @@ _backward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty((), dtype=torch.bool)
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty((), dtype=torch.bool, device="cpu")
 
 
 @_backward_op.register_fake
@@ -95,7 +96,7 @@ def _(
     grad: Tensor, x: Tensor | None, weight: Tensor, path: Tensor, needs_x: bool, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_x = grad.new_empty((grad.shape[0], weight.shape[1])) if needs_x else grad.new_empty((0,))
-    return grad_x, torch.empty_like(weight) if x is not None else grad.new_empty((0,))
+    return grad_x, weight.new_empty(weight.shape) if x is not None else grad.new_empty((0,))
 
 
 def _look_up(key: Tensor) -> tuple[QuantizedGemmConversion, int]:

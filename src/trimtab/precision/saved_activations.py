@@ -12,6 +12,7 @@ Only dW changes. What is kept between forward and backward is Q(X), packed, and 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -97,7 +98,7 @@ class SavedActivations:
 
         Raises: ConfigError: when none of the units can be converted; the model is then untouched.
         """
-        return SavedActivationsConversion(self, model, plan_conversion(model, units, "saved activations", _why_not))
+        return SavedActivationsConversion(self, model, plan_conversion(model, units, self.name, _why_not))
 
 
 class SavedActivationsConversion(LinearConversion):
@@ -117,7 +118,8 @@ class SavedActivationsConversion(LinearConversion):
         self._scopes = scopes_of(model, converted)
         for module in converted:
             module.__dict__["_trimtab_switch"].scope = self._scopes.get(id(module))
-        self._stop_dynamic_sizes: Callable[[], None] | None = allow_dynamic_sizes()
+        # Also where a model is let go of without being detached.
+        self._stop_dynamic_sizes = weakref.finalize(self, allow_dynamic_sizes())
 
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The layer's output, with its input kept in the width in force; None where the plain layer is to run."""
@@ -148,9 +150,7 @@ class SavedActivationsConversion(LinearConversion):
         super().undo()
         for scope in set(self._scopes.values()):
             scope.remove()
-        if self._stop_dynamic_sizes is not None:
-            self._stop_dynamic_sizes()
-            self._stop_dynamic_sizes = None
+        self._stop_dynamic_sizes()
 
     def observe_quantizers(self, shadow: bool) -> None:
         """From now on keep what packing did to each unit's input; see ``recipe.QuantizerObserver``."""
