@@ -68,3 +68,10 @@ def test_the_advice_names_what_to_change_and_for_several_each_of_them():
     both = diagnose([alarm("attention backward", 1), alarm("router", 2)]).advice
     assert "higher precision" in both
     assert "batch" in both
+
+
+def test_each_monitor_that_names_a_mechanism_names_one_that_the_diagnosis_knows():
+    from trimtab.monitors import AttentionSpectrum, Router, ShiftResidual
+    from trimtab.monitors.diagnosis import _SIGNS
+
+    assert {monitor.mechanism for monitor in (AttentionSpectrum, Router, ShiftResidual)} == set(_SIGNS)

@@ -98,7 +98,7 @@ class ShiftResidual(BaseMonitor):
     """
 
     name = "shift_residual"
-    mechanism = "biased attention backward"
+    mechanism = "attention backward"
 
     # f: for noise that favours none of d directions, T |mean v|^2 / mean |v|^2 is chi^2_d / d, so P(coherence > 0.5) is
     # P(chi^2_d > T d / 4): 2e-11 for T = 99 and as few as 2. After 30 steps T is 29, and it is 1e-9 for 8 or more.

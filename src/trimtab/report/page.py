@@ -1,0 +1,424 @@
+"""What the page shows -> one HTML file that needs nothing else.
+
+Every name in a record is somebody else's text: it goes through ``escape`` on its way into HTML, and through ``_json``
+on its way into a script element. The page's own script is the only one that the page's policy lets run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab._version import __version__
+from trimtab.control import REASONS
+from trimtab.errors import ConfigError, RecordError
+from trimtab.report.page_data import FaultSpan, PageRun, UnitTotals, gather_run
+from trimtab.report.settings import ReportSettings
+from trimtab.trace import find_runs, open_run, record_path
+
+__all__ = ["build_page", "write_report"]
+
+_MOST_ROWS = 200
+"""Rows of a table; a run may have thousands of faults."""
+_MOST_UNITS = 25
+
+
+def write_report(settings: ReportSettings) -> Path:
+    """Write the page of the records that ``settings`` names.
+
+    A record among several that cannot be read becomes a sentence on the page.
+
+    Returns: Where the page is.
+
+    Raises:
+        ConfigError: when a path does not exist or holds no record, or the page cannot be written.
+        RecordError: when none of the records can be read.
+    """
+    paths = _records(settings.runs)
+    runs: list[PageRun] = []
+    refusals: list[str] = []
+    last: RecordError | None = None
+    for path in paths:
+        try:
+            with open_run(path) as run:
+                runs.append(gather_run(run, len(paths)))
+        except RecordError as error:
+            last = error
+            refusals.append(str(error))
+    if last is not None and not runs:
+        raise last
+    _write(settings.out, build_page(runs, refusals))
+    return settings.out
+
+
+def build_page(runs: Sequence[PageRun], refusals: Sequence[str] = ()) -> str:
+    """The page as text.
+
+    Args:
+        runs: At least one.
+        refusals: A sentence for each record that could not be read.
+    """
+    names = _names(runs)
+    style, script, template = (_asset(name) for name in ("page.css", "page.js", "page.html"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    content = {
+        "title": escape("trimtab report: " + ", ".join(names)),
+        "style": style,
+        "script": script,
+        "script_hash": digest,
+        "version": escape(__version__),
+        "refusals": _list([f"Left out: {text}" for text in refusals], "refusals"),
+        "comparison": _comparison(runs, names) if len(runs) > 1 else "",
+        "runs": "".join(_run(i, run, names[i]) for i, run in enumerate(runs)),
+        "data": "".join(
+            f'<script type="application/json" id="run-{i}-data">{_json(_run_data(run, names[i]))}</script>\n'
+            for i, run in enumerate(runs)
+        ),
+    }
+    # One pass: what is filled in is not looked at again, so that a unit called {{script}} stays a name.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: content[found[1]], template)
+
+
+def _records(paths: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError("runs", str(path), "there is no such file or folder.", "Name a record or its folder.")
+        here = [path] if path.is_file() else [record_path(path)] if record_path(path).is_file() else find_runs(path)
+        if not here:
+            raise ConfigError("runs", str(path), "no run record is in it.", "Pass record=... to attach to write one.")
+        found += [record for record in here if record not in found]
+    return found
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=out.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, out)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ConfigError("out", str(out), f"it cannot be written ({error}).", "Choose another place.") from None
+
+
+def _asset(name: str) -> str:
+    return (files("trimtab.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _names(runs: Sequence[PageRun]) -> list[str]:
+    """What each run is called: its folder's name, with as much of the path before it as tells it from the others."""
+    homes = [(run.summary.path.parent if run.summary.path.name == "run.sqlite" else run.summary.path) for run in runs]
+    parts = [home.absolute().parts for home in homes]
+    depth = 1
+    while depth < max(map(len, parts)) and len({p[-depth:] for p in parts}) < len(parts):
+        depth += 1
+    return ["/".join(p[-depth:]) for p in parts]
+
+
+# Data for the script
+
+
+def _json(value: object) -> str:
+    """JSON that is safe inside a script element: no character of it can end or comment out the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _array(values: NDArray[Any]) -> dict[str, Any]:
+    """An array for the script: little-endian, the first bytes of all values, then the second ones, deflated.
+
+    Exponents are much alike: apart from the digits, they all but vanish.
+    """
+    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    planes = little.reshape(-1).view(np.uint8).reshape(-1, little.itemsize).T
+    return {
+        "type": f"{little.dtype.kind}{little.itemsize}",
+        "shape": list(values.shape),
+        "z": base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode(),
+    }
+
+
+def _run_data(run: PageRun, name: str) -> dict[str, Any]:
+    points = run.points
+    cells = run.cells
+    data: dict[str, Any] = {
+        "name": name,
+        "units": [unit.name for unit in run.units],
+        "reasons": list(REASONS),
+        "points": {
+            key: _array(points[key].astype(np.int32) if key in ("step",) else points[key])
+            for key in ("step", "loss", "grad_norm", "num_active", "num_entered", "saved_bytes")
+        },
+        "budget": run.budget,
+        "saved_bytes": run.saved_bytes,
+        "alarms": [asdict(alarm) for alarm in run.alarms],
+        "faults": sorted([min(fault.step, fault.end_step - 1), fault.end_step] for fault in run.faults),
+        "cells": None,
+        "readings": [
+            {
+                "monitor": bands.monitor,
+                "metric": bands.metric,
+                "groups": bands.groups,
+                "step": _array(bands.step.astype(np.int32)),
+                "mean": _array(bands.mean),
+                # With one place a group and all steps shown, the three are one.
+                "band": None
+                if np.array_equal(bands.low, bands.high, equal_nan=True)
+                else [_array(bands.low), _array(bands.high)],
+            }
+            for bands in run.readings
+        ],
+    }
+    if cells is not None:
+        columns = ("step", "norm", "gnmr", "delta", "risk", "lock", "reason", "flags", "num_active", "num_steps")
+        data["cells"] = {
+            "first": cells.first_step,
+            "width": cells.width_steps,
+            **{key: _array(getattr(cells, key)) for key in columns},
+            "error": None if np.isnan(cells.error).all() else _array(cells.error),
+        }
+    return data
+
+
+# Static parts
+
+
+def _run(i: int, run: PageRun, name: str) -> str:
+    blocks = [
+        f'<section class="run" id="run-{i}" aria-labelledby="run-{i}-name">',
+        f'<h2 id="run-{i}-name">{escape(name)}</h2>',
+        _facts(run),
+        _diagnosis(run),
+        _list(run.remarks, "remarks"),
+    ]
+    if not len(run.points["step"]):
+        blocks.append("<p>The run is in its first step, or was stopped in it: there is nothing to draw yet.</p>")
+    else:
+        blocks.append(f'<div class="charts" data-run="{i}"><noscript>The charts need JavaScript.</noscript></div>')
+    blocks += [
+        _units(run.units, run.summary.num_steps),
+        _alarms(run),
+        _faults(run.faults),
+        _costs(run),
+        "</section>",
+    ]
+    return "\n".join(block for block in blocks if block)
+
+
+def _state(run: PageRun) -> str:
+    state = "finished" if run.summary.finished else "not finished: still running, or stopped on its way"
+    return state + (f" ({run.reason})" if run.reason else "")
+
+
+def _facts(run: PageRun) -> str:
+    s = run.summary
+    steps = f"{s.num_steps:,}" + (f", from {s.first_step:,} to {s.last_step:,}" if s.first_step is not None else "")
+    if s.num_skipped:
+        steps += f"; {s.num_skipped:,} skipped by the loss scaler"
+    model = str(run.config.get("model", "not recorded"))
+    num_parameters = run.config.get("num_parameters")
+    if isinstance(num_parameters, int):
+        model += f", {num_parameters / 1e6:,.2f}M parameters"
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    facts = [
+        ("model", model),
+        ("recipe", s.recipe or "none, watch only"),
+        ("policy", s.policy or "not recorded"),
+        ("monitors", ", ".join(map(str, _listed(run.config.get("monitors")))) or "none"),
+        ("state", _state(run)),
+        ("steps", steps),
+        ("units", f"{s.num_units:,}, {s.num_recoverable:,} of them recoverable"),
+        ("budget", "not stated" if run.budget is None else f"{run.budget:,} units on the recovery path at once"),
+        ("recovered", f"{s.recovered_share:.2%} of recoverable unit-steps, {s.num_switches:,} switches"),
+        ("norms", f"{s.num_failed:,} failed, {s.num_unobserved:,} not observed"),
+        ("last loss", "not recorded" if s.last_loss is None else _number(s.last_loss)),
+        ("started", s.started_at),
+        ("versions", versions or "not recorded"),
+    ]
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{rows}</dl>'
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else ()
+
+
+def _diagnosis(run: PageRun) -> str:
+    if run.diagnosis is None:
+        text = "No alarm." if run.config.get("monitors") else "No monitor was on; nothing could give alarm."
+        return f'<p class="diagnosis healthy"><strong>Diagnosis:</strong> {text}</p>' if not run.alarms else ""
+    mechanism, advice, evidence = run.diagnosis
+    return (
+        f'<div class="diagnosis"><p><strong>Diagnosis: {escape(mechanism)}.</strong> {escape(advice)}</p>'
+        f"<details><summary>Evidence ({len(evidence)})</summary>{_list(evidence)}</details></div>"
+    )
+
+
+def _units(units: Sequence[UnitTotals], num_steps: int) -> str:
+    if not units or not num_steps:
+        return ""
+    ranked = sorted(units, key=lambda u: (-u.num_active, -u.num_failed, -_rank(u.top_risk)))[:_MOST_UNITS]
+    rows = [
+        (
+            unit.name,
+            f"{unit.num_active / num_steps:.1%}" if unit.recoverable else "watched only",
+            f"{unit.num_switches:,}",
+            f"{unit.num_failed:,}",
+            _number(unit.top_risk),
+            "" if unit.top_step is None else f"{unit.top_step:,}",
+        )
+        for unit in ranked
+    ]
+    more = f" (the first {_MOST_UNITS} of {len(units):,})" if len(units) > _MOST_UNITS else ""
+    heads = ("unit", "steps on recovery path", "switches", "failed norms", "greatest risk", "at step")
+    return _fold(f"Units by time on the recovery path{more}", _table(heads, rows))
+
+
+def _rank(risk: float) -> float:
+    return -1.0 if math.isnan(risk) else risk
+
+
+def _alarms(run: PageRun) -> str:
+    rows = [
+        (
+            f"{alarm.step:,}",
+            f"{alarm.first_step:,} to " + ("the end" if alarm.end_step is None else f"{alarm.end_step:,}"),
+            f"{alarm.monitor}/{alarm.metric}",
+            ", ".join(place or "the model" for place in alarm.places[:4]) + (", …" if len(alarm.places) > 4 else ""),
+            alarm.sentence,
+        )
+        for alarm in run.alarms
+    ]
+    heads = ("step", "lasted", "metric", "places", "what")
+    return _fold(f"Alarms ({len(rows):,})", _table(heads, rows)) if rows else ""
+
+
+def _faults(faults: Sequence[FaultSpan]) -> str:
+    rows = [
+        (
+            f"{fault.step:,}",
+            f"{fault.end_step - fault.step:,}",
+            fault.kind,
+            fault.place or "the whole run",
+            ", ".join(f"{key} {_plain(value)}" for key, value in fault.details.items()),
+        )
+        for fault in faults
+    ]
+    heads = ("from step", "steps", "fault", "place", "details")
+    return _fold(f"Faults made on purpose ({len(rows):,})", _table(heads, rows)) if rows else ""
+
+
+def _costs(run: PageRun) -> str:
+    rows: list[tuple[str, ...]] = []
+    if run.saved_bytes is not None:
+        low, actual, high = run.saved_bytes
+        rows = [
+            ("all on the low-cost path", f"{low:,.0f}", f"{low / high:.1%}"),
+            ("as it was, on average", f"{actual:,.0f}", f"{actual / high:.1%}"),
+            ("all on the recovery path", f"{high:,.0f}", "100.0%"),
+        ]
+    said = []
+    if run.flops:
+        said.append(f"The recoverable units' products take {run.flops:,.0f} FLOPs per token, forward and backward.")
+    if run.step_seconds is not None:
+        said.append(f"A step took {_number(run.step_seconds * 1e3)} ms (median), measuring and recording included.")
+    if not rows and not said:
+        return ""
+    table = _table(("recoverable units", "bytes kept for backward, per token", "of the recovery path"), rows)
+    return _fold("Costs", (table if rows else "") + "".join(f"<p>{escape(text)}</p>" for text in said), is_open=True)
+
+
+def _comparison(runs: Sequence[PageRun], names: Sequence[str]) -> str:
+    models = list(dict.fromkeys(str(run.config.get("model", "not recorded")) for run in runs))
+    heads = (
+        "run", "state", "recipe", "steps", "recovered", "switches", "faults", "alarms",
+        "last loss", "mean of last tenth", "ms a step", "bytes kept per token",
+    )  # fmt: skip
+    body = ""
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        s = run.summary
+        kept = "" if run.saved_bytes is None else f"{run.saved_bytes[1]:,.0f}"
+        values = (
+            "finished" if s.finished else "not finished",
+            (s.recipe or "none").split("(")[0],
+            f"{s.num_steps:,}",
+            f"{s.recovered_share:.1%}",
+            f"{s.num_switches:,}",
+            f"{s.num_faults:,}",
+            f"{s.num_alarms:,}",
+            "" if s.last_loss is None else _number(s.last_loss),
+            "" if run.last_losses is None else _number(run.last_losses),
+            "" if run.step_seconds is None else _number(run.step_seconds * 1e3),
+            kept,
+        )
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        link = f'<a href="#run-{i}">{escape(name)}</a>'
+        body += f'<tr><th scope="row"><span class="swatch" data-series="{i}"></span>{link}</th>{cells}</tr>'
+    note = ""
+    if len(models) > 1:
+        note = (
+            f"<p>The runs are of different models ({escape(', '.join(models))}): their losses can only be compared "
+            "where text and tokenizer are the same.</p>"
+        )
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    return (
+        '<section id="comparison" aria-labelledby="comparison-name">'
+        '<h2 id="comparison-name">Runs beside each other</h2>'
+        f'{note}<div class="chart-box" id="overlay"></div>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Summary of the runs">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in rows[:_MOST_ROWS])
+    more = f"<p>And {len(rows) - _MOST_ROWS:,} more.</p>" if len(rows) > _MOST_ROWS else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Table">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}"
+    )
+
+
+def _fold(title: str, content: str, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _list(texts: Iterable[str], kind: str = "") -> str:
+    texts = list(texts)
+    shown = texts[:_MOST_ROWS] + ([f"And {len(texts) - _MOST_ROWS:,} more."] if len(texts) > _MOST_ROWS else [])
+    items = "".join(f"<li>{escape(text)}</li>" for text in shown)
+    return f'<ul class="{kind}">{items}</ul>' if shown else ""
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "not a number" if value != value else ""
+    if math.isinf(value):
+        return "failed" if value > 0 else "-inf"
+    return f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:,.4f}".rstrip("0").rstrip(".")
+
+
+def _plain(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,168 @@
+"""A run in the terminal, while it goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.errors import RecordError
+from trimtab.report.budget import budget_of
+from trimtab.report.settings import WatchSettings
+from trimtab.report.watch_data import RecordTail, active_names, read_tail, steps_per_second
+from trimtab.trace import record_path
+
+__all__ = ["frame", "watch"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_UNITS = 12
+_MOST_SWITCHES = 6
+_QUIET_S = 60.0
+"""Without a new row for so long, a run that is not finished is said to be quiet."""
+
+
+def watch(
+    settings: WatchSettings, console: Console | None = None, sleep: Callable[[float], None] | None = None
+) -> None:
+    """Show the run until the user stops it; once, when that is asked for. A finished run may be started again.
+
+    Raises:
+        RecordError: with ``once``, when the file is no record that can be read. Otherwise that is said in the frame,
+            and looked at again: a writer may be about to put it right.
+    """
+    console = console or Console()
+    path = record_path(settings.run)
+    if settings.once:
+        console.print(frame(read_tail(path), str(settings.run), 0.0))
+        return
+    last: tuple[int, int] | None = None
+    changed_at = time.monotonic()
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            try:
+                tail, problem = read_tail(path), None
+            except RecordError as error:
+                tail, problem = None, str(error)
+            now = None if tail is None else (tail.num_starts, tail.num_rows)
+            if now != last:
+                last, changed_at = now, time.monotonic()
+            live.update(frame(tail, str(settings.run), time.monotonic() - changed_at, problem), refresh=True)
+            (sleep or time.sleep)(settings.interval)
+
+
+def frame(tail: RecordTail | None, name: str, quiet_s: float, problem: str | None = None) -> RenderableType:
+    """One picture of the run.
+
+    Args:
+        tail: The end of the record; None while there is none.
+        name: What the user calls the run.
+        quiet_s: Seconds since the record last grew.
+        problem: Why it cannot be read at present.
+    """
+    if problem is not None:
+        return Panel(Text(f"{problem} Looking again …"), title=Text(name))
+    if tail is None:
+        return Panel(Text("There is no record yet. Waiting for the run to begin …"), title=Text(name))
+    if not tail.rows:
+        return Panel(Text(f"{_state(tail, quiet_s)}. In its first step: no row yet."), title=Text(name))
+    parts: list[RenderableType] = [_numbers(tail, quiet_s)]
+    for heading, lines in (
+        ("On the recovery path next", _active(tail)),
+        ("Latest switches", _switches(tail)),
+        ("Latest alarms", [f"step {e.step}: {e.data.get('sentence') or e.place}" for e in tail.alarms]),
+        ("Latest warnings", [f"step {e.step}: {e.data.get('message', '')}" for e in tail.warnings]),
+    ):
+        if lines:
+            parts.append(Text(heading, style="bold"))
+            # Text, not markup: what is in square brackets in a name stays a name.
+            parts += [Text(f"  {line}", overflow="fold") for line in lines]
+    return Panel(Group(*parts), title=Text(name))
+
+
+def _numbers(tail: RecordTail, quiet_s: float) -> Table:
+    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="ellipsis", no_wrap=True)
+    _, last = tail.rows[-1]
+    observed = [row for _, row in tail.rows if not row.skipped]
+    rate = steps_per_second(tail)
+    facts.add_row("state", _state(tail, quiet_s), "")
+    facts.add_row("step", f"{last.step:,}", f"{rate:.2f} steps/s" if rate else "")
+    for label, column in (("loss", "loss"), ("grad norm", "grad_norm")):
+        values = [row.scalars[column] for _, row in tail.rows]
+        given = [value for value in values if not math.isnan(value)]
+        facts.add_row(label, f"{given[-1]:.5g}" if given else "not given", _spark(values))
+    counts = [0 if row.active is None else len(active_names(s, row)) for s, row in tail.rows if not row.skipped]
+    if observed:
+        budget = budget_of(tail.segment.config, sum(unit.recoverable for unit in tail.segment.units))
+        used = f"{counts[-1]}" + ("" if budget is None else f" of {budget} units")
+        facts.add_row("recovered", used, _spark(counts, 0, budget or None))
+        if observed[-1].norms is not None:
+            with np.errstate(invalid="ignore"):
+                failed = int(np.count_nonzero(~(np.isfinite(observed[-1].norms) & (observed[-1].norms >= 0))))
+            if failed:
+                facts.add_row("failed norms", f"{failed}", "")
+    return facts
+
+
+def _state(tail: RecordTail, quiet_s: float) -> str:
+    if tail.finished:
+        state = "finished"
+    elif tail.reason:
+        state = f"ended: {tail.reason}"
+    elif quiet_s > _QUIET_S:
+        state = f"quiet for {quiet_s:.0f} s"
+    else:
+        state = "not finished"
+    return state + (f", start number {tail.num_starts}" if tail.num_starts > 1 else "")
+
+
+def _active(tail: RecordTail) -> list[str]:
+    segment, row = tail.rows[-1]
+    names = active_names(segment, row)
+    shown = names[:_MOST_UNITS]
+    return shown + ([f"and {len(names) - _MOST_UNITS} more"] if len(names) > _MOST_UNITS else [])
+
+
+def _switches(tail: RecordTail) -> list[str]:
+    """Units that entered or left, the latest step last; from the rows that were read."""
+    found = []
+    before: set[str] | None = None
+    for segment, row in tail.rows:
+        if row.skipped:
+            continue
+        now = set(active_names(segment, row))
+        if before is not None:
+            found += [f"step {row.step}: {name} on" for name in sorted(now - before)]
+            found += [f"step {row.step}: {name} off" for name in sorted(before - now)]
+        before = now
+    return found[-_MOST_SWITCHES:]
+
+
+def _spark(values: Sequence[float], low: float | None = None, high: float | None = None, width: int = 40) -> str:
+    """The last values as bars; ``x`` where one is not finite.
+
+    Example:
+        >>> _spark([0, 1, 2, 3]), _spark([1.0, float("nan")])
+        ('▁▃▆█', '▁x')
+    """
+    shown: list[Any] = list(values[-width:])
+    finite = [value for value in shown if math.isfinite(value)]
+    if not finite:
+        return ""
+    low = min(finite) if low is None else low
+    high = max(finite) if high is None else high
+    span = high - low or 1.0
+    top = len(_BARS) - 1
+    return "".join(
+        _BARS[min(top, max(0, round((value - low) / span * top)))] if math.isfinite(value) else "x" for value in shown
+    )
