@@ -246,6 +246,7 @@ def test_a_lazy_layer_is_refused_before_its_shape_is_known():
         SavedActivations().convert(model, find_units(model))
 
 
+@pytest.mark.filterwarnings("ignore:.* as it is:trimtab.TrimtabWarning")
 def test_those_units_that_can_be_converted_are(convert):
     model = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4), Named(4, 4), nn.LayerNorm(4))
     conversion = convert(model, units=["0", "1", "2", "3"])
@@ -255,6 +256,7 @@ def test_those_units_that_can_be_converted_are(convert):
     assert [type(m) for m in model] == [nn.Linear, Doubled, Named, nn.LayerNorm]
 
 
+@pytest.mark.filterwarnings("ignore:.* as it is:trimtab.TrimtabWarning")
 def test_multihead_attention_gives_the_plain_gradients_in_a_converted_model(pair, gradients):
     class Attending(nn.Module):
         def __init__(self):

@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 import trimtab
 from trimtab.control import robust
 from trimtab.errors import ConfigError, TrimtabWarning
-from trimtab.precision import Conversion, QuantizerObserver, Recipe, find_units, frozen_base, measure_saved_bytes
+from trimtab.precision import (
+    Conversion,
+    QuantizerObserver,
+    Recipe,
+    converted_class,
+    find_units,
+    measure_saved_bytes,
+)
 from trimtab.precision import int8_base as path
 from trimtab.precision.bitsandbytes_linear import BitsandbytesLinear
 from trimtab.precision.int8_base import Int8Base, runs_int_mm

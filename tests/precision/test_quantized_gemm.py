@@ -103,7 +103,7 @@ def test_a_frozen_layer_is_quantized_too_and_keeps_no_input():
 def test_what_cannot_be_converted_is_named_once_with_its_reason_and_the_rest_is_converted():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})])})
     model["layers"][0]["down"].forward = lambda x: x
-    with pytest.warns(TrimtabWarning, match=r"layers.0.down as it is, .* replaced its forward"):
+    with pytest.warns(TrimtabWarning, match=r"layers.0.down as it is: .* replaced its forward"):
         guard = trimtab.attach(model, QuantizedGemm(unit="block"))
     assert guard.units == ("layers.0",)
     assert len(guard.conversion.operators[0]) == 1

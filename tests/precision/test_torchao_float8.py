@@ -495,7 +495,7 @@ def test_both_paths_of_a_model_that_fsdp2_shards_are_those_of_the_whole_model(st
     [
         ({"config": "colwise"}, "config='colwise': it is a Float8LinearConfig or one of 'tensorwise'"),
         ({"config": {}}, "config={}"),
-        ({"unit": "expert"}, "unit='expert': it is one of 'projection'"),
+        ({"unit": "model"}, "unit='model': it is one of 'projection'"),
         ({"emulate": "yes"}, "emulate='yes'"),
     ],
 )

@@ -95,6 +95,7 @@ def test_a_base_that_torchao_quantized_before_peft_came_is_refused_with_the_reme
         convert(model)
 
 
+@pytest.mark.filterwarnings("ignore:.* as it is:trimtab.TrimtabWarning")
 def test_a_weight_in_float64_is_left_out_beside_others():
     model = nn.Sequential(*frozen(), *frozen(torch.float64))
     assert [unit.name for unit in convert(model).units] == ["0"]

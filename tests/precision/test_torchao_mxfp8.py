@@ -323,7 +323,7 @@ def test_a_guard_switches_it_and_gives_the_model_back(tiny_llama):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"unit": "expert"}, "unit='expert': it is one of 'projection'"),
+        ({"unit": "model"}, "unit='model': it is one of 'projection'"),
         ({"kernel_preference": "triton"}, "kernel_preference='triton': it is one of 'auto', 'emulated', None"),
         ({"scale_calculation_mode": "even"}, "scale_calculation_mode='even': it is one of 'rceil', 'floor'"),
         ({"wgrad_with_hp": None}, "wgrad_with_hp=None"),

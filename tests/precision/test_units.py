@@ -337,6 +337,7 @@ def _mixture(family):
     return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
+@pytest.mark.filterwarnings("ignore:.* as it is:trimtab.TrimtabWarning")
 @pytest.mark.parametrize(
     ("family", "per_layer", "first_sparse"),
     [
