@@ -120,6 +120,52 @@ def test_help_names_every_recipe(capsys):
             assert f'"{name}"' in said, (command, name)
 
 
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["faults", "--seeds", "0"], ["seeds=0", "Set it to 1 or more."]),
+        (["faults", "--first-seed", "4294967295"], ["seed=4294967297", "4294967295"]),
+        (["faults", "--start-step", "0"], ["start_step=0", "Set it to 1 or more."]),
+        (["faults", "--steps", "-1"], ["steps=-1", "at least 1"]),
+        (["faults", "--workers", "0"], ["workers=0", "at least 1"]),
+        (["faults", "--data", "nowhere.txt"], ["nowhere.txt", "Name an existing text file."]),
+        (["healthy", "--steps", "1"], ["steps=1", "at least 2"]),
+        (["healthy", "--seeds", "2", "--fresh-seeds", "3"], ["fresh_seeds=3", "among the 2 seeds"]),
+        (["healthy", "--workers", "0"], ["workers=0", "at least 1"]),
+        (["healthy", "--data", "nowhere.txt"], ["nowhere.txt", "Name an existing text file."]),
+    ],
+)
+def test_an_experiment_that_cannot_be_meant_is_answered_in_one_line(capsys, tmp_path, words, parts):
+    out = tmp_path / "out"
+    said = refusal(capsys, "experiment", *words, "--out", str(out))
+    assert said.startswith("trimtab: error: ")
+    assert len(said.strip().splitlines()) == 1
+    for part in parts:
+        assert part in said
+    assert not list(out.glob("*")) if out.exists() else True
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--help"], ["faults", "healthy"]),
+        (["faults", "--help"], ["Inject faults", "--seeds", "--start-step", "--quick", "--workers", "--no-plot"]),
+        (["healthy", "--help"], ["all false", "--fresh-seeds", "--steps"]),
+    ],
+)
+def test_help_explains_each_experiment(capsys, words, parts):
+    with pytest.raises(SystemExit):
+        main(["experiment", *words])
+    said = capsys.readouterr().out
+    for part in parts:
+        assert part in said
+
+
+def test_an_experiment_is_named_and_known(capsys):
+    assert "faults" in refusal(capsys, "experiment")
+    assert "fault" in refusal(capsys, "experiment", "fault")
+
+
 def test_missing_and_empty_files_are_named(capsys, tmp_path, text, model):
     out = str(tmp_path / "out")
     assert "nowhere.txt" in refusal(capsys, "train", "--model", str(model), "--data", "nowhere.txt", "--out", out)

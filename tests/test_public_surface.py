@@ -16,9 +16,12 @@ MODULES = [
     "trimtab.control",
     "trimtab.faults",
     "trimtab.formats",
+    "trimtab.integrations.lightning",
+    "trimtab.integrations.loggers",
     "trimtab.integrations.transformers",
     "trimtab.monitors",
     "trimtab.precision",
+    "trimtab.testing",
     "trimtab.trace",
 ]
 
@@ -50,7 +53,7 @@ def schema(folder: Path) -> list[str]:
 
 
 def surface(folder: Path) -> dict[str, object]:
-    from trimtab.experiments.settings import DemoSettings, TrainSettings
+    from trimtab.experiments.settings import DemoSettings, FaultsSettings, HealthySettings, TrainSettings
 
     found: dict[str, object] = {}
     for module in map(importlib.import_module, MODULES):
@@ -62,6 +65,8 @@ def surface(folder: Path) -> dict[str, object]:
                 found[f"{module.__name__}.{name}"] = [signature(thing), *methods(thing)]
     found["trimtab demo"] = [f.name for f in fields(DemoSettings)]
     found["trimtab train"] = [f.name for f in fields(TrainSettings)]
+    found["trimtab experiment faults"] = [f.name for f in fields(FaultsSettings)]
+    found["trimtab experiment healthy"] = [f.name for f in fields(HealthySettings)]
     found["schema"] = schema(folder)
     return found
 

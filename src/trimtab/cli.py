@@ -8,39 +8,56 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
 from trimtab._version import __version__
-from trimtab.errors import MissingExtraError, TrimtabError, TrimtabWarning
-from trimtab.experiments.settings import DemoSettings, TrainSettings
+from trimtab.config_files import as_yaml, config_words, read_config
+from trimtab.errors import ConfigError, MissingExtraError, TrimtabError, TrimtabWarning
+from trimtab.experiments.eval_settings import EvalSettings
+from trimtab.experiments.plan_settings import PlanSettings
+from trimtab.experiments.settings import (
+    DemoSettings,
+    ExperimentSettings,
+    FaultsSettings,
+    HealthySettings,
+    TrainSettings,
+)
+from trimtab.report.settings import CalibrateSettings, ReplaySettings, ReportSettings, RunsSettings, WatchSettings
 
 __all__ = ["main"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunsSettings:
-    """Say what the run records in a folder hold: model, units, recovered share, switches, faults, alarms.
-
-    Example: trimtab runs runs/demo
-    """
-
-    path: Annotated[Path, tyro.conf.Positional]
-    """A record, or a folder that is searched for records."""
-    json: bool = False
-    """Print JSON for machines."""
-
-
+_Settings = (
+    ReplaySettings
+    | CalibrateSettings
+    | DemoSettings
+    | TrainSettings
+    | RunsSettings
+    | ReportSettings
+    | WatchSettings
+    | ExperimentSettings
+    | PlanSettings
+    | EvalSettings
+)
 _Command = (
     Annotated[DemoSettings, tyro.conf.subcommand("demo")]
     | Annotated[TrainSettings, tyro.conf.subcommand("train")]
     | Annotated[RunsSettings, tyro.conf.subcommand("runs")]
+    | Annotated[ReportSettings, tyro.conf.subcommand("report")]
+    | Annotated[WatchSettings, tyro.conf.subcommand("watch")]
+    | Annotated[ReplaySettings, tyro.conf.subcommand("replay")]
+    | Annotated[CalibrateSettings, tyro.conf.subcommand("calibrate")]
+    | Annotated[ExperimentSettings, tyro.conf.subcommand("experiment")]
+    | Annotated[PlanSettings, tyro.conf.subcommand("plan")]
+    | Annotated[EvalSettings, tyro.conf.subcommand("eval")]
 )
 
 _DESCRIPTION = """trimtab keeps low-precision training of large language models stable.
@@ -49,7 +66,27 @@ Start with: trimtab demo
 
 Then your own text: trimtab train --model config.json --data my.txt --out runs/mine
 
-And what the record holds: trimtab runs runs/mine"""
+And what the record holds: trimtab runs runs/mine
+
+As a page, or live: trimtab report runs/mine -o report.html, trimtab watch runs/mine
+
+What another policy would have decided: trimtab replay runs/mine --alpha 2
+
+Shell completion: trimtab --tyro-print-completion bash (or zsh)"""
+
+_COMMON = """Every command also takes:
+  --config FILE.yaml   read settings from a file, keyed as --print-config prints them; options given here go first
+  --print-config       print the resolved settings as YAML, and do nothing else"""
+_SUBCOMMAND: Any = type(tyro.conf.subcommand("demo"))
+_COMMON_JSON = "  --json               print the summary as JSON for machines, and all else on stderr"
+
+# Jobs that leave a summary, and where.
+_SUMMARIES: Mapping[type, Callable[[Any], Path]] = {
+    DemoSettings: lambda settings: settings.folder,
+    TrainSettings: lambda settings: settings.out,
+    FaultsSettings: lambda settings: settings.out,
+    HealthySettings: lambda settings: settings.out,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after ``trimtab``; those of the process when left out.
 
-    Returns: The exit status: 0, or 2 for what the user got wrong, with the reason on stderr.
+    Returns: The exit status: 0, or 2 for what the user got wrong, with the reason on stderr; 1 from ``replay`` when the
+        recorded policy does not give the recorded decisions.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
@@ -71,7 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else show(message, category, *where)
     )
     try:
-        _run(_parse(words))
+        words, asked = _split(words)
+        settings = _parse(words)
+        if "--print-config" in asked:
+            print(as_yaml(_leaf(settings)), end="")
+            return 0
+        return _run_for_machines(settings) if "--json" in asked else _run(settings)
     except TrimtabError as error:
         kind = "missing package" if isinstance(error, MissingExtraError) else "error"
         print(f"trimtab: {kind}: {error}", file=sys.stderr)
@@ -81,10 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         warnings.showwarning = show
-    return 0
 
 
-def _parse(words: list[str]) -> DemoSettings | TrainSettings | RunsSettings:
+def _parse(words: list[str]) -> _Settings:
     """The settings that the words stand for.
 
     tyro catches any ValueError of a settings class and prints it in a box of its own, cut to the part it knows. Ours is
@@ -95,16 +137,26 @@ def _parse(words: list[str]) -> DemoSettings | TrainSettings | RunsSettings:
         with contextlib.redirect_stderr(said):
             return tyro.cli(_Command, prog="trimtab", description=_DESCRIPTION, args=words)
     except SystemExit as exit_:
-        cause: BaseException | None = exit_
-        while cause is not None and not isinstance(cause, TrimtabError):
-            cause = cause.__cause__ or cause.__context__
+        cause = _cause_of(exit_)
         if cause is not None:
             raise cause from None
+        if exit_.code == 0 and {"-h", "--help"} & set(words):
+            print(_COMMON)
+            if _command_of(words)[1] in _SUMMARIES:
+                print(_COMMON_JSON)
         sys.stderr.write(said.getvalue())
         raise
 
 
-def _run(settings: DemoSettings | TrainSettings | RunsSettings) -> None:
+def _cause_of(exit_: SystemExit) -> TrimtabError | None:
+    """What a settings class raised; None when the words themselves were wrong."""
+    cause: BaseException | None = exit_
+    while cause is not None and not isinstance(cause, TrimtabError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _run(settings: _Settings) -> int:
     if isinstance(settings, DemoSettings):
         from trimtab.experiments.demo import run_demo
 
@@ -113,8 +165,46 @@ def _run(settings: DemoSettings | TrainSettings | RunsSettings) -> None:
         from trimtab.experiments.train import run_train
 
         run_train(settings)
+    elif isinstance(settings, ExperimentSettings):
+        _run_experiment(settings.which)
+    elif isinstance(settings, PlanSettings):
+        from trimtab.experiments.plan import run_plan
+
+        run_plan(settings)
+    elif isinstance(settings, EvalSettings):
+        from trimtab.experiments.evaluation import run_eval
+
+        run_eval(settings)
+    elif isinstance(settings, ReplaySettings):
+        from trimtab.report.replay_view import show_replay
+
+        return show_replay(settings)
+    elif isinstance(settings, CalibrateSettings):
+        from trimtab.report.calibrate_view import show_calibration
+
+        show_calibration(settings)
+    elif isinstance(settings, ReportSettings):
+        from trimtab.report.page import write_report
+
+        print(f"Report: {write_report(settings)}")
+    elif isinstance(settings, WatchSettings):
+        from trimtab.report.watch import watch
+
+        watch(settings)
     else:
         _show_runs(settings)
+    return 0
+
+
+def _run_experiment(settings: FaultsSettings | HealthySettings) -> None:
+    if isinstance(settings, FaultsSettings):
+        from trimtab.experiments.faults.experiment import run_faults
+
+        run_faults(settings)
+    else:
+        from trimtab.experiments.healthy.experiment import run_healthy
+
+        run_healthy(settings)
 
 
 def _show_runs(settings: RunsSettings) -> None:
@@ -127,3 +217,87 @@ def _show_runs(settings: RunsSettings) -> None:
         print(json.dumps([asdict(s) | {"path": str(s.path)} for s in found], indent=1))
     else:
         Console().print(runs_table(found, settings.path))
+
+
+def _run_for_machines(settings: _Settings) -> int:
+    """Run a job that leaves a summary, and print that alone on stdout."""
+    with contextlib.redirect_stdout(sys.stderr):
+        status = _run(settings)
+    leaf = _leaf(settings)
+    if os.environ.get("RANK", "0") == "0":
+        print((_SUMMARIES[type(leaf)](leaf) / "summary.json").read_text(encoding="utf-8"), end="")
+    return status
+
+
+def _split(words: list[str]) -> tuple[list[str], set[str]]:
+    """The words for the command alone, those of its config file among them, and which common options were given.
+
+    Raises: ConfigError: when the config file does not hold settings of the command.
+    """
+    own, config, rest = [], None, iter(words)
+    for word in rest:
+        if word != "--config" and not word.startswith("--config="):
+            own.append(word)
+            continue
+        config = next(rest, None) if word == "--config" else word.partition("=")[2]
+        if not config or config.startswith("-"):
+            raise ConfigError("config", config, "it is a file in YAML.", "Write --config run.yaml, say.")
+    names, settings = _command_of(own)
+    common = {"--print-config"} | ({"--json"} if settings in _SUMMARIES else set())
+    asked = common & set(own)
+    own = [word for word in own if word not in common]
+    if config is None:
+        return own, asked
+    if settings is None:
+        allowed, remedy = "it holds the settings of one command.", "Write trimtab train --config run.yaml, say."
+        raise ConfigError("config", config, allowed, remedy)
+    given = own[len(names) :]
+    places, options = config_words(read_config(Path(config)), names, settings, given)
+    with_places, without = [*names, *places, *given, *options], [*names, *given, *options]
+    # What goes by place has no name by which to see that it is given too; then it is one word too many.
+    return without if not _can_parse(with_places) and _can_parse(without) else with_places, asked
+
+
+def _command_of(words: Sequence[str]) -> tuple[list[str], type | None]:
+    """The words that name the command, and the class of its settings; None while it is not named in full."""
+    names: list[str] = []
+    choices, settings = _choices(_Command), None
+    for word in words:
+        if word not in choices:
+            break
+        names.append(word)
+        settings = choices[word]
+        nested = (_choices(hint) for hint in get_type_hints(settings, include_extras=True).values())
+        choices = next(filter(None, nested), {})
+    return names, None if choices else settings
+
+
+def _choices(hint: Any) -> dict[str, type]:
+    """The settings classes of a union of subcommands, by name; empty for any other type."""
+    while get_args(hint) and hasattr(hint, "__metadata__"):
+        hint = get_args(hint)[0]
+    found = {}
+    for choice in get_args(hint):
+        for mark in getattr(choice, "__metadata__", ()):
+            if isinstance(mark, _SUBCOMMAND) and mark.name:
+                found[mark.name] = get_args(choice)[0]
+    return found
+
+
+def _leaf(settings: Any) -> Any:
+    """The settings of the command itself, inside those of the commands that it is below."""
+    for item in fields(settings):
+        if _choices(get_type_hints(type(settings), include_extras=True)[item.name]):
+            return _leaf(getattr(settings, item.name))
+    return settings
+
+
+def _can_parse(words: list[str]) -> bool:
+    """Whether the words stand for settings, be they valid or not."""
+    silent = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(silent), contextlib.redirect_stdout(silent):
+            tyro.cli(_Command, prog="trimtab", args=words)
+    except SystemExit as exit_:
+        return _cause_of(exit_) is not None
+    return True

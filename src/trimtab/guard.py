@@ -267,8 +267,10 @@ class Guard:
             return skipped
         self._journal.step += 1
         problem = self._cadence.on_call(self._parameters())
-        self._journal.say_once(problem or "", problem)
         reading = self._norms.read()
+        if problem is not None and not reading.indices and (max_norm is not None or self._damping):
+            problem += " Neither max_norm nor damping does anything then: what they would change is gone."
+        self._journal.say_once(problem or "", problem)
         # These travel to the host in the same copy as the norms, at its end.
         tail = [] if self._quantizers is None else [self._quantizers.read().to(reading.norms)]
         self._tensors.note_missing()

