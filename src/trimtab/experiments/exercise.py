@@ -82,7 +82,7 @@ class Exercise:
         not_seen = [unit.name for unit, s in zip(conversion.units, seen, strict=True) if not s]
         self.num_forced += len(seen)
         self.num_seen += sum(seen)
-        # The guard has no public way to note something; see Journal.event.
+        # Guard.note falls on the step observed last, and this on the one that was forced.
         self.guard._journal.event(
             "note",
             {
