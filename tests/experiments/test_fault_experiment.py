@@ -291,7 +291,9 @@ def test_the_tables_have_a_row_a_scenario(tmp_path):
         s.name: {"title": s.title, "watched": s.watched, **over_seeds([scenario_row(twin, twin, s.expected, 0)])}
         for s in SCENARIOS
     }
-    (table,) = fault_tables({"models": {"moe": scenarios}})
+    (table,) = fault_tables({"models": {"moe": scenarios}}, 200)
+    alarms, outcomes = fault_tables({"models": {"moe": scenarios}}, 80)
+    assert alarms.row_count == outcomes.row_count == table.row_count
     assert table.row_count == len(SCENARIOS) - 1  # what nothing watches gives no alarm
     lines = markdown_table("dense", scenarios).splitlines()
     assert len(lines) == 2 + table.row_count

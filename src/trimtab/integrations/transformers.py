@@ -174,7 +174,7 @@ class TrimtabCallback(TrainerCallback):
             )
         self._trainer = trainer
         clip, get, train, save, log = (getattr(trainer, name) for name in _WRAPPED)
-        ours = (
+        ours: tuple[Callable[..., Any], ...] = (
             lambda model: self._clip(clip, model, trainer.args.max_grad_norm),
             lambda model, grad_norm=None: self._norm_to_log(get, model, grad_norm),
             lambda *a, **k: self._note_loss(train(*a, **k)),

@@ -170,7 +170,7 @@ def _summary(settings: FaultsSettings, plan: WatchedPlan, parts: Mapping[str, Ma
 
 
 def _report(summary: Mapping[str, Any], settings: FaultsSettings, console: Console) -> None:
-    for table in fault_tables(summary):
+    for table in fault_tables(summary, console.width):
         console.print(table)
     for note in NOTES:
         console.print(f"- {note}", highlight=False)

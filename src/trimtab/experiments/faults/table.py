@@ -27,18 +27,32 @@ SIGNALS = {
 _OF_MIXTURES = "router/entropy_mean"
 
 
-def fault_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """One table a kind of model."""
+_NUM_OUTCOMES = 3
+_WIDE = 150
+
+
+def fault_tables(summary: Mapping[str, Any], width: int) -> list[Table]:
+    """A table a kind of model where the terminal is wide enough, or else one of alarms and one of what came of them."""
     tables = []
     for model, scenarios in summary["models"].items():
         headings, rows = _cells(model, scenarios)
-        table = Table(title=MODEL_TITLES[model], title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-        for i, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if 0 < i < len(headings) - 1 else "left", no_wrap=i == 0)
-        for row in rows:
-            table.add_row(*row)
-        tables.append(table)
+        if width >= _WIDE:
+            tables.append(_table(MODEL_TITLES[model], headings, rows))
+            continue
+        alarms = [[*cells[:-_NUM_OUTCOMES], ""] for cells in [headings, *rows]]
+        outcomes = [[cells[0], *cells[-_NUM_OUTCOMES:]] for cells in [headings, *rows]]
+        tables.append(_table(f"{MODEL_TITLES[model]}: first alarms", alarms[0], alarms[1:]))
+        tables.append(_table(f"{MODEL_TITLES[model]}: what came of it", outcomes[0], outcomes[1:]))
     return tables
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if 0 < i < len(headings) - 1 else "left", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def markdown_table(model: str, scenarios: Mapping[str, Any]) -> str:

@@ -150,18 +150,22 @@ def _summary(
 
 
 def _table(summary: Mapping[str, Any]) -> Table:
-    table = Table(title="False alarms", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table = Table(
+        title="False alarms: how many, (per 1,000 steps, upper 95% bound)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        show_edge=False,
+    )
     table.add_column("metric", no_wrap=True)
     parts = {"all": "all seeds", "earlier_seeds": "earlier seeds", "fresh_seeds": "fresh seeds"}
-    parts = {name: title for name, title in parts.items() if name in summary["rates"]}
-    for title in parts.values():
-        table.add_column(f"{title}: alarms / steps", justify="right")
-        table.add_column("per 1,000 (upper 95%)", justify="right")
-    for metric in summary["rates"]["all"]:
-        cells = []
-        for name in parts:
-            rate = summary["rates"][name][metric]
-            cells.append(f"{rate['alarms']} / {rate['steps']:,}")
-            cells.append(f"{rate['per_1000_steps']:.2f} ({rate['upper_per_1000_steps']:.2f})")
+    rates = {name: summary["rates"][name] for name in parts if name in summary["rates"]}
+    for name in rates:
+        table.add_column(parts[name], justify="right", no_wrap=True)
+    for metric in rates["all"]:
+        cells = (
+            f"{of['alarms']} ({of['per_1000_steps']:.2f}, {of['upper_per_1000_steps']:.2f})"
+            for of in (rates[name][metric] for name in rates)
+        )
         table.add_row(metric, *cells, style="bold" if metric == "all" else None)
     return table
