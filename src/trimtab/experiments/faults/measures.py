@@ -26,8 +26,8 @@ __all__ = [
 
 LEAVE_NATS = 0.02
 """The loss has left its twin where it is so much above it, on average over the last ``LEAVE_LOOKS`` looks. Our choice:
-four times the deviation, over single looks, of two healthy runs whose weights were a millionth apart; the summary has
-that deviation."""
+four times the deviation, over single looks, of the control whose error is unbiased, 0.005; the summary has the
+``deviation`` of every scenario."""
 LEAVE_LOOKS = 5
 """Looks that the average is over, where there are as many since the fault began."""
 

@@ -158,7 +158,7 @@ def _table(summary: Mapping[str, Any]) -> Table:
         show_edge=False,
     )
     table.add_column("metric", no_wrap=True)
-    parts = {"all": "all seeds", "earlier_seeds": "earlier seeds", "fresh_seeds": "fresh seeds"}
+    parts = {"all": "all seeds", "fresh_seeds": "fresh seeds"}
     rates = {name: summary["rates"][name] for name in parts if name in summary["rates"]}
     for name in rates:
         table.add_column(parts[name], justify="right", no_wrap=True)
