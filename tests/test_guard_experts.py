@@ -60,6 +60,7 @@ def backward(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:.* as it is:trimtab.TrimtabWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_expert_is_scored_and_recorded_and_those_without_tokens_are_not_observed(family, tmp_path):
     model = build(family)
@@ -177,6 +178,7 @@ class ByHalf:
         return {"name": self.name, "unit": self.unit}
 
 
+@pytest.mark.filterwarnings("ignore:.* as it is:trimtab.TrimtabWarning")
 @pytest.mark.parametrize(
     ("recipe", "units", "described", "num_units"),
     [

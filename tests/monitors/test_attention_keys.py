@@ -1,6 +1,7 @@
 """Keys are seen on their way into attention, and nothing that is computed shows it."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -300,4 +301,15 @@ def test_placements_end_in_any_order_and_one_that_computes_is_innermost():
     model(IDS)
     assert calls == ["first"]
     ends[0]()
+    gc.collect()  # what other tests have let go of
+    assert "get_interface" not in table().__dict__
+
+
+def test_a_model_that_is_let_go_of_takes_its_placements_with_it():
+    model = llama(num_hidden_layers=1)
+    [attention] = attention_modules(model).values()
+    place_around(attention, lambda attention, *args, **kwargs: attention(*args, **kwargs))
+    assert "get_interface" in table().__dict__
+    del model, attention
+    gc.collect()
     assert "get_interface" not in table().__dict__

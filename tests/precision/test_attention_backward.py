@@ -1,6 +1,7 @@
 """A biased attention backward against its slow truth, and its switch."""
 
 import copy
+import gc
 import math
 
 import pytest
@@ -309,6 +310,7 @@ def test_a_copy_is_a_plain_model_and_undo_leaves_nothing():
     conversion.undo()
     conversion.undo()
     assert [set(m.__dict__) for m in model.modules()] == before
+    gc.collect()  # what other tests have let go of
     assert "get_interface" not in ALL_ATTENTION_FUNCTIONS.__dict__
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,9 @@ def place_around(module: nn.Module, wrapper: Wrapper, *, innermost: bool = False
     placed = (wrapper,)
     around.wrappers = (placed, *around.wrappers) if innermost else (*around.wrappers, placed)
     _stand_before(table)
+    # A module may be let go of without anything being taken away.
+    gone = weakref.finalize(module, _step_back, table)
+    gone.atexit = False
 
     def take_away() -> None:
         if not any(p is placed for p in around.wrappers):
@@ -65,7 +69,7 @@ def place_around(module: nn.Module, wrapper: Wrapper, *, innermost: bool = False
         around.wrappers = tuple(p for p in around.wrappers if p is not placed)
         if not around.wrappers:
             module.__dict__.pop(_KEY, None)
-        _step_back(table)
+        gone()
 
     return take_away
 

@@ -232,7 +232,7 @@ class SavedActivationsConversion(LinearConversion):
         # A recomputed forward has been seen before.
         if self._stats is None or self.recipe.low_bits == 16 or in_backward():
             return
-        if self._active[index] and not self._shadow:
+        if bits != self.recipe.low_bits and not self._shadow:
             return
         self._stats.note(index, *(row or low_row()))
 
