@@ -28,6 +28,9 @@ bench: $(VENV)/.ready
 	$(PY) benchmarks/step.py
 	$(PY) benchmarks/memory.py
 	$(PY) benchmarks/paths.py
+	$(PY) benchmarks/monitors.py
+	$(PY) benchmarks/spectrum.py
+	$(PY) benchmarks/replay.py
 
 # The README's picture, from the records of the last demo. Drawing it needs Chrome or Chromium on the machine.
 picture: $(VENV)/.ready
