@@ -247,18 +247,15 @@ def test_the_record_grows_as_the_formula_says(tmp_path, num_units, quantizer_sta
 
 @needs_peft
 @pytest.mark.slow
-def test_thirteen_billion_parameters_are_planned_in_seconds_and_in_little_memory():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_thirteen_billion_parameters_are_planned_in_little_memory():
     words = [sys.executable, "-m", "trimtab", "plan", "llama2-13b-lora", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     plan = json.loads(done.stdout)
     assert plan["num_units"] == 40
     assert plan["max_active"] == 10
     assert plan["num_parameters"] - plan["num_trainable"] == 13_015_864_320
-    # Seconds of a processor: those of a clock depend on who else is at work.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
-    assert after.ru_maxrss < 2 * 2**20  # KiB
+    assert largest < 2 * 2**20  # KiB
 
 
 def test_the_table_says_what_json_says(capsys, config):
