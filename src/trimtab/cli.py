@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
 import warnings
@@ -89,6 +90,11 @@ _SUMMARIES: Mapping[type, Callable[[Any], Path]] = {
 }
 
 
+# What transformers imports where it is installed, and what that says of kernels and of torch's insides when it is. This
+# is our own program, whose user has asked for none of them; a library must leave its user's loggers alone.
+_CHATTY_LIBRARIES = ("torchao", "torch.utils._pytree", "bitsandbytes")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -108,6 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if issubclass(category, TrimtabWarning)
         else show(message, category, *where)
     )
+    for library in _CHATTY_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         words, asked = _split(words)
         settings = _parse(words)
