@@ -41,7 +41,11 @@ def signature(thing: object) -> str:
 
 
 def methods(thing: object) -> list[str]:
-    return sorted(n for n in vars(thing) if not n.startswith("_")) if inspect.isclass(thing) else []
+    """The public names of a class, those that it has from other classes of trimtab included."""
+    if not inspect.isclass(thing):
+        return []
+    ours = [thing, *(base for base in thing.__mro__ if base.__module__.startswith("trimtab."))]
+    return sorted({name for base in ours for name in vars(base) if not name.startswith("_")})
 
 
 def schema(folder: Path) -> list[str]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from trimtab.control.arrays import Array, place_of, to_numpy
+from trimtab.control.arrays import Array, to_numpy
 from trimtab.control.checkpoint import LoadReport
-from trimtab.control.controller import Controller
 from trimtab.control.decision import Decision
+from trimtab.control.own_choice import OwnChoice
 from trimtab.control.policy import Policy
-from trimtab.control.reasons import without_locks
 from trimtab.control.settings import read_settings
 from trimtab.errors import ConfigError, TrimtabWarning
 
@@ -111,7 +110,7 @@ class MatchedRandom:
         return cls(**read_settings(values, cls, "matched_random"))
 
 
-class RandomController:
+class RandomController(OwnChoice):
     """The controller of ``MatchedRandom``: scores as GNMR has them, the active set at random.
 
     The choice of a step depends on the seed and the step alone, so that every rank and every resume makes it again
@@ -132,42 +131,15 @@ class RandomController:
         policy: MatchedRandom,
         recoverable: Sequence[bool] | Sequence[str] | None = None,
     ) -> None:
-        # Only its scores are read. With the whole as budget it forgets nobody's active flag on a load.
-        self._scorer = Controller(units, replace(policy.scores, max_active=1.0), recoverable)
-        self._policy = policy
-        self._candidates = np.flatnonzero(np.array(self._scorer.recoverable))
-        self._active = np.zeros(len(self._scorer.units), dtype=np.bool_)
+        super().__init__(units, policy, recoverable)
+        self._candidates = np.flatnonzero(self._can_recover)
         self._said_it_ran_out = False
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """Names of the units, from the input to the loss."""
-        return self._scorer.units
 
     @property
     def policy(self) -> MatchedRandom:
         """The settings."""
-        return self._policy
-
-    @property
-    def recoverable(self) -> tuple[bool, ...]:
-        """For each unit, whether it may be on the recovery path."""
-        return self._scorer.recoverable
-
-    @property
-    def step(self) -> int:
-        """Decisions taken so far."""
-        return self._scorer.step
-
-    @property
-    def active(self) -> Array:
-        """The units on the recovery path in the next step, bool, shape (units,)."""
-        return place_of(self._scorer.active).bools(self._active)
-
-    @property
-    def budget(self) -> int:
-        """The most units that are ever active at once."""
-        return self._policy.budget(len(self._candidates))
+        policy: MatchedRandom = self._policy
+        return policy
 
     def update(
         self,
@@ -182,12 +154,9 @@ class RandomController:
         """
         scored = self._scorer.update(norms, errors, risks)
         self._active = np.zeros(len(self.units), dtype=np.bool_)
-        random = np.random.default_rng((self._policy.seed, scored.step))
+        random = np.random.default_rng((self.policy.seed, scored.step))
         self._active[random.choice(self._candidates, size=self._count(scored.step), replace=False)] = True
-        place = place_of(scored.active)
-        lock = place.integers(np.zeros(len(self.units)))
-        reason = without_locks(scored.reason, place)
-        return replace(scored, active=place.bools(self._active), lock=lock, reason=reason)
+        return self._chosen(scored)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as plain values that JSON takes."""
@@ -210,10 +179,10 @@ class RandomController:
 
     def _count(self, step: int) -> int:
         """How many units to activate by the decision of ``step``."""
-        if step > len(self._policy.counts):
+        if step > len(self.policy.counts):
             if not self._said_it_ran_out:
                 self._said_it_ran_out = True
-                num_counts = len(self._policy.counts)
+                num_counts = len(self.policy.counts)
                 warnings.warn(
                     f"counts: {num_counts} were given, and this is step {step}: no unit is active from here on. "
                     "Pass one count for each step of the run.",
@@ -221,4 +190,4 @@ class RandomController:
                     stacklevel=3,
                 )
             return 0
-        return min(self._policy.counts[step - 1], len(self._candidates))
+        return min(self.policy.counts[step - 1], len(self._candidates))

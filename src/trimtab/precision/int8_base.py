@@ -23,7 +23,7 @@ from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.frozen_base import FrozenBaseConversion, plain_weight, why_not_frozen_base
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.linear_conversion import as_autocast_would, in_backward
-from trimtab.precision.quantizer_stats import KeptStats, stats_row
+from trimtab.precision.quantizer_stats import ObservesQuantizers, stats_row
 from trimtab.precision.stored_copy import encode, encode_with_stats
 from trimtab.precision.units import Unit
 from trimtab.precision.weight_copies import WeightCopies
@@ -95,7 +95,7 @@ class Int8Base:
         return Int8BaseConversion(self, model, plan_conversion(model, units, self.name, why_not_frozen_base))
 
 
-class Int8BaseConversion(FrozenBaseConversion):
+class Int8BaseConversion(ObservesQuantizers, FrozenBaseConversion):
     """A model whose frozen layers multiply in int8; made by ``Int8Base.convert``.
 
     Args:
@@ -107,8 +107,6 @@ class Int8BaseConversion(FrozenBaseConversion):
     def __init__(self, recipe: Int8Base, model: nn.Module, planned: Sequence[Planned]) -> None:
         self.recipe = recipe
         self._products: set[Products] = set()
-        self._stats: KeptStats | None = None
-        self._shadow = False
         self._weights = WeightCopies(model, lambda layer: encode(plain_weight(layer), 8))
         super().__init__(model, planned)
 
@@ -137,14 +135,6 @@ class Int8BaseConversion(FrozenBaseConversion):
     def low_weight(self, number: int, dtype: torch.dtype) -> Tensor:
         """``Qw(W)``."""
         return dequantized(*self._quantized_weight(number), dtype)
-
-    def observe_quantizers(self, shadow: bool) -> None:
-        """From now on keep what quantization did to each unit's input; see ``recipe.QuantizerObserver``."""
-        self._stats, self._shadow = KeptStats(len(self.units)), shadow
-
-    def take_quantizer_stats(self) -> Tensor | None:
-        """What was kept since the last call, shape (units, 4)."""
-        return None if self._stats is None else self._stats.take()
 
     def begin_step(self, step: int) -> None:
         """Optimizer step ``step`` begins: micro-batches are counted anew, and weights looked at for changes."""

@@ -31,7 +31,7 @@ from trimtab.precision.linear_conversion import (
 )
 from trimtab.precision.quantized_experts import expert_weights, run_experts, why_not_experts
 from trimtab.precision.quantized_linear import QuantizedLinear
-from trimtab.precision.quantizer_stats import KeptStats, stats_row
+from trimtab.precision.quantizer_stats import ObservesQuantizers, stats_row
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.units import Unit, is_linear, num_experts
 
@@ -97,7 +97,7 @@ class QuantizedGemm:
         return QuantizedGemmConversion(self, model, plan_conversion(model, units, self.name, _why_not))
 
 
-class QuantizedGemmConversion(LinearConversion):
+class QuantizedGemmConversion(ObservesQuantizers, LinearConversion):
     """A model whose projections multiply quantized operands; made by ``QuantizedGemm.convert``.
 
     Args:
@@ -118,8 +118,6 @@ class QuantizedGemmConversion(LinearConversion):
                 forward=get("e4m3"), backward=get("e5m2"), scaling=recipe.scaling, scale_kind=recipe.scale_kind
             )
         self._ran = {False: Ran(), True: Ran()}
-        self._stats: KeptStats | None = None
-        self._shadow = False
         units = [unit for unit, _ in planned]
         operators = [layers for _, layers in planned]
         super().__init__(model, units, [_cost(unit, layers) for unit, layers in planned], operators)
@@ -186,14 +184,6 @@ class QuantizedGemmConversion(LinearConversion):
     def _path(self, index: int | None, active: bool) -> GemmPath | None:
         """The grids of a path; None multiplies plainly."""
         return None if index is None else self._high if active else self._low
-
-    def observe_quantizers(self, shadow: bool) -> None:
-        """From now on keep what quantization did to each unit's input; see ``recipe.QuantizerObserver``."""
-        self._stats, self._shadow = KeptStats(len(self.units)), shadow
-
-    def take_quantizer_stats(self) -> Tensor | None:
-        """What was kept since the last call, shape (units, 4)."""
-        return None if self._stats is None else self._stats.take()
 
     @torch.no_grad()
     def _note(self, x: Tensor, index: int, active: bool) -> Tensor | None:

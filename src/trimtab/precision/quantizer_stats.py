@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from trimtab.formats import QuantizationStats
+from trimtab.precision.units import Unit
 
-__all__ = ["MOST_TOKENS", "KeptStats", "stats_row"]
+__all__ = ["MOST_TOKENS", "KeptStats", "ObservesQuantizers", "stats_row"]
 
 # A norm over this many tokens tells a channel that is lost from one that is not, and costs a fraction of quantization.
 MOST_TOKENS = 256
@@ -54,3 +55,23 @@ class KeptStats:
             return None
         unknown = torch.full_like(first, torch.nan)
         return torch.stack([unknown if row is None else row.to(first.device) for row in rows])
+
+
+class ObservesQuantizers:
+    """For a conversion that notes rows in ``_stats`` where that is not None: a ``recipe.QuantizerObserver``."""
+
+    units: tuple[Unit, ...]
+    _stats: KeptStats | None = None
+    _shadow = False
+
+    def observe_quantizers(self, shadow: bool) -> None:
+        """From now on keep what the low-cost path's quantizer did to each unit's input.
+
+        Args:
+            shadow: Also while a unit is on the recovery path, of what the low-cost path would have done.
+        """
+        self._stats, self._shadow = KeptStats(len(self.units)), shadow
+
+    def take_quantizer_stats(self) -> Tensor | None:
+        """What was kept since the last call, shape (units, 4)."""
+        return None if self._stats is None else self._stats.take()

@@ -27,7 +27,7 @@ from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.linear_conversion import LinearConversion, Switch, as_autocast_would, in_backward, input_size
-from trimtab.precision.quantizer_stats import MOST_TOKENS, KeptStats, stats_row
+from trimtab.precision.quantizer_stats import MOST_TOKENS, ObservesQuantizers, stats_row
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.shared_copy import SharedCopies
 from trimtab.precision.stored_copy import encode, encode_with_stats, stored_bytes_per_token
@@ -101,17 +101,15 @@ class SavedActivations:
         return SavedActivationsConversion(self, model, plan_conversion(model, units, self.name, _why_not))
 
 
-class SavedActivationsConversion(LinearConversion):
+class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
     """A model whose projections keep packed copies of their inputs; made by ``SavedActivations.convert``."""
 
     def __init__(self, recipe: SavedActivations, model: nn.Module, planned: Sequence[Planned]) -> None:
         self.recipe = recipe
         self._corruptions: dict[int, tuple[Tensor, float]] = {}
         self._shared = SharedCopies()
-        self._stats: KeptStats | None = None
         # By the place in memory of a copy that compiled code has made: units that read another's find its row there.
         self.rows_of_copies: dict[int, list[Tensor]] = {}
-        self._shadow = False
         operators = [layers for _, layers in planned]
         super().__init__(model, [unit for unit, _ in planned], [_cost(recipe, o) for o in operators], operators)
         converted = [m for layers in self.operators for m in layers]
@@ -151,14 +149,6 @@ class SavedActivationsConversion(LinearConversion):
         for scope in set(self._scopes.values()):
             scope.remove()
         self._stop_dynamic_sizes()
-
-    def observe_quantizers(self, shadow: bool) -> None:
-        """From now on keep what packing did to each unit's input; see ``recipe.QuantizerObserver``."""
-        self._stats, self._shadow = KeptStats(len(self.units)), shadow
-
-    def take_quantizer_stats(self) -> Tensor | None:
-        """What was kept since the last call, shape (units, 4)."""
-        return None if self._stats is None else self._stats.take()
 
     def begin_step(self, step: int) -> None:
         """Optimizer step ``step`` begins: micro-batches are counted anew; copies and corruptions of the last end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -18,8 +18,8 @@ from trimtab.control.arrays import Array, place_of, to_array, to_numpy
 from trimtab.control.checkpoint import ControllerMemory, LoadReport
 from trimtab.control.controller import Controller
 from trimtab.control.decision import Decision
+from trimtab.control.own_choice import OwnChoice
 from trimtab.control.policy import Policy
-from trimtab.control.reasons import without_locks
 from trimtab.control.selection import select_active
 from trimtab.control.settings import read_settings
 from trimtab.errors import ConfigError
@@ -102,7 +102,7 @@ class Observed:
     mask: NDArray[np.bool_]
 
 
-class ChoosingController(ABC):
+class ChoosingController(OwnChoice, ABC):
     """Takes the recoverable units of the highest rank above 0, at most as many as the budget allows.
 
     Of equal ranks the unit nearest the loss wins, as in ``Controller``. A failed norm is not observed: it changes no
@@ -129,47 +129,18 @@ class ChoosingController(ABC):
         policy: ScoredPolicy,
         recoverable: Sequence[bool] | Sequence[str] | None = None,
     ) -> None:
-        # Only its scores are read. With the whole as budget it forgets nobody's active flag on a load.
-        self._scorer = Controller(units, replace(policy.scores, max_active=1.0), recoverable)
-        self._policy = policy
-        num_units = len(self._scorer.units)
-        self._can_recover: NDArray[np.bool_] = np.array(self._scorer.recoverable, dtype=np.bool_)
-        self._active: NDArray[np.bool_] = np.zeros(num_units, dtype=np.bool_)
-        self.memory = {name: np.full(num_units, first) for name, first in self.columns.items()}
+        super().__init__(units, policy, recoverable)
+        self.memory = {name: np.full(len(self.units), first) for name, first in self.columns.items()}
 
     @abstractmethod
     def rank(self, seen: Observed) -> NDArray[np.float64]:
         """The rank of each unit after a step, and the place to remember it; NaN, 0 and less = not to be active."""
 
     @property
-    def units(self) -> tuple[str, ...]:
-        """Names of the units, from the input to the loss."""
-        return self._scorer.units
-
-    @property
     def policy(self) -> ScoredPolicy:
         """The settings."""
-        return self._policy
-
-    @property
-    def recoverable(self) -> tuple[bool, ...]:
-        """For each unit, whether it may be on the recovery path."""
-        return self._scorer.recoverable
-
-    @property
-    def step(self) -> int:
-        """Decisions taken so far."""
-        return self._scorer.step
-
-    @property
-    def active(self) -> Array:
-        """The units on the recovery path in the next step, bool, shape (units,)."""
-        return place_of(self._scorer.active).bools(self._active)
-
-    @property
-    def budget(self) -> int:
-        """The most units that are ever active at once."""
-        return self._policy.budget(int(self._can_recover.sum()))
+        policy: ScoredPolicy = self._policy
+        return policy
 
     def update(
         self,
@@ -190,12 +161,7 @@ class ChoosingController(ABC):
         given = to_numpy(place.widen(norms))
         seen = Observed(scored.step, np.where(mask, given, 0.0), np.where(mask, gnmr, 0.0), mask)
         self._active = greatest(self.rank(seen), self._can_recover, self.budget)
-        return replace(
-            scored,
-            active=place.bools(self._active),
-            lock=place.integers(np.zeros(len(self.units))),
-            reason=without_locks(scored.reason, place),
-        )
+        return self._chosen(scored)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as plain values that JSON takes."""
