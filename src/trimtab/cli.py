@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -108,21 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"trimtab {__version__}")
         return 0
-    show = warnings.showwarning
-    warnings.showwarning = lambda message, category, *where: (
-        print(f"trimtab: warning: {message}", file=sys.stderr)
-        if issubclass(category, TrimtabWarning)
-        else show(message, category, *where)
-    )
-    for library in _CHATTY_LIBRARIES:
-        logging.getLogger(library).setLevel(logging.ERROR)
     try:
-        words, asked = _split(words)
-        settings = _parse(words)
-        if "--print-config" in asked:
-            print(as_yaml(_leaf(settings)), end="")
-            return 0
-        return _run_for_machines(settings) if "--json" in asked else _run(settings)
+        with _our_own_voice():
+            words, asked = _split(words)
+            settings = _parse(words)
+            if "--print-config" in asked:
+                print(as_yaml(_leaf(settings)), end="")
+                return 0
+            return _run_for_machines(settings) if "--json" in asked else _run(settings)
     except TrimtabError as error:
         kind = "missing package" if isinstance(error, MissingExtraError) else "error"
         print(f"trimtab: {kind}: {error}", file=sys.stderr)
@@ -130,8 +123,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("trimtab: stopped", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _our_own_voice() -> Iterator[None]:
+    """Our warnings as one line each, and libraries that chatter quiet; on leaving, everything as it was found."""
+    show = warnings.showwarning
+    levels = {logger: logger.level for logger in map(logging.getLogger, _CHATTY_LIBRARIES)}
+    warnings.showwarning = lambda message, category, *where: (
+        print(f"trimtab: warning: {message}", file=sys.stderr)
+        if issubclass(category, TrimtabWarning)
+        else show(message, category, *where)
+    )
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
     finally:
         warnings.showwarning = show
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _parse(words: list[str]) -> _Settings:

@@ -127,8 +127,8 @@ def adapted_tiny_model(hidden_size: int = 32, intermediate_size: int = 64, num_b
     """``tiny_model``, frozen, each projection with an adapter that is trained.
 
     Example:
-        >>> {n.split(".")[-2] for n, p in adapted_tiny_model().named_parameters() if p.requires_grad}
-        {'lora_A', 'lora_B'}
+        >>> sorted({n.split(".")[-2] for n, p in adapted_tiny_model().named_parameters() if p.requires_grad})
+        ['lora_A', 'lora_B']
     """
     model = tiny_model(hidden_size, intermediate_size, num_blocks).requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
