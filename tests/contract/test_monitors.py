@@ -62,7 +62,7 @@ class TestUsualSignals(OnMixtral):
     needs_longer = frozenset({"loss_excess", "loss_rise"})
 
     def monitor(self):
-        return UsualSignals()
+        return UsualSignals(every_steps=1)
 
 
 class TestUsualSignalsAtEverySecondStep(TestUsualSignals):
@@ -72,7 +72,7 @@ class TestUsualSignalsAtEverySecondStep(TestUsualSignals):
 
 class TestUsualSignalsOfProjections(MonitorContract):
     def monitor(self):
-        return UsualSignals(units="projection")
+        return UsualSignals(1, units="projection")
 
     def test_each_alarm_rule_has_its_metric(self):
         pytest.skip("the model returns no loss")
@@ -101,7 +101,7 @@ class TestShiftResidual(OnMixtral):
     rtol = 1.0
 
     def monitor(self):
-        return ShiftResidual(warmup_steps=1)
+        return ShiftResidual()
 
 
 class Sizes(BaseMonitor):

@@ -317,7 +317,7 @@ def test_every_alarm_rule_is_of_a_metric_that_is_reported_and_says_a_sentence():
     nudge(model)
     values = monitor.observe(2)
     drops = {metric: rule.detector.drop for metric, rule in monitor.alarm_rules.items()}
-    assert drops == {"d2_entropy": 0.30, "dwq_layer_entropy": 0.20, "dwk_layer_entropy": 0.20}
+    assert drops == {"d2_entropy": 0.50, "dwq_layer_entropy": 0.20, "dwk_layer_entropy": 0.20}
     for metric, rule in monitor.alarm_rules.items():
         assert metric in values
         assert rule.mechanism == monitor.mechanism == "attention"

@@ -19,8 +19,8 @@ warmups = st.integers(0, 4)
 hystereses = st.one_of(st.just(0.15), st.floats(0, 1))
 simple = st.one_of(
     st.builds(PeakDrop, st.floats(0.01, 0.99), hystereses, st.sampled_from([0.5, 1.0, 0.1]), warmups),
-    st.builds(Floor, st.sampled_from([0.5, 0.0, -0.5]), hystereses, warmups),
-    st.builds(Above, st.sampled_from([0.5, 0.0, -0.5]), hystereses, warmups),
+    st.builds(Floor, st.sampled_from([0.5, 0.0, -0.5]), hystereses, warmups, st.sampled_from([1.0, 0.1])),
+    st.builds(Above, st.sampled_from([0.5, 0.0, -0.5]), hystereses, warmups, st.sampled_from([1.0, 0.1])),
     st.builds(Cusum, st.sampled_from([0.5, 0.0]), st.sampled_from([0.5, 5.0]), st.integers(2, 5)),
 )
 detectors = st.one_of(simple, st.builds(AnyOf, simple, simple))
@@ -148,6 +148,12 @@ def test_an_infinite_value_is_above_every_level_and_leaves_a_state_that_json_tak
     assert not above.update(0.1)
 
 
+def test_an_average_lets_a_single_step_above_the_level_pass_and_not_a_lasting_one():
+    above = Above(0.5, warmup=0, ewma=0.1)
+    assert [above.update(value) for value in (0.1, 3.0, 0.1)] == [False, False, False]
+    assert [above.update(1.0) for _ in range(8)] == [False] * 2 + [True] * 6
+
+
 def test_a_cusum_finds_a_shift_that_no_single_value_shows_and_clears_when_it_has_gone():
     rng = np.random.default_rng(0)
     detector = Cusum(warmup=50)
@@ -204,6 +210,7 @@ def test_what_is_no_state_changes_nothing():
         (lambda: Floor(math.inf), "level"),
         (lambda: Above(math.nan), "level"),
         (lambda: Above(0.5, warmup=1.5), "warmup"),
+        (lambda: Above(0.5, ewma=0.0), "ewma"),
         (lambda: Cusum(slack=-1.0), "slack"),
         (lambda: Cusum(limit=0.0), "limit"),
         (lambda: Cusum(warmup=1), "warmup"),

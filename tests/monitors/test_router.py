@@ -459,9 +459,9 @@ def test_a_fall_of_the_entropy_gives_alarm_and_a_low_one_from_the_start_too():
     assert isinstance(rule, AlarmRule)
     for signal, expected in (
         ([0.9] * 6, False),
-        ([0.9] * 6 + [0.65] * 6, True),
+        ([0.9] * 6 + [0.52] * 6, True),
         ([0.45] * 6, True),
-        ([0.9] * 6 + [0.75] * 6, False),
+        ([0.9] * 6 + [0.6] * 6, False),
     ):
         places = rule.detector.over(["layer_0"])
         assert bool(np.array([places.update([value]) for value in signal]).any()) == expected

@@ -146,8 +146,7 @@ class PeakDrop(Detector):
     def _check(self) -> None:
         if not _is_number(self.drop) or not 0 < self.drop < 1:
             raise ConfigError("drop", self.drop, "it is a share of the peak, above 0 and below 1.", "Set 0.3, say.")
-        if not _is_number(self.ewma) or not 0 < self.ewma <= 1:
-            raise ConfigError("ewma", self.ewma, "it is a weight above 0, up to 1.", "Set 1 for no average.")
+        _check_ewma(self.ewma)
         _check_common(self.hysteresis, self.warmup)
 
     @property
@@ -182,18 +181,74 @@ class PeakDrop(Detector):
 
 
 @dataclass(eq=False)
-class Floor(Detector):
+class _Level(Detector):
+    """What ``Floor`` and ``Above`` share: a moving average of the values is held against a fixed level.
+
+    A subclass says on which side of it there is an alarm.
+    """
+
+    level: float
+    hysteresis: float = 0.15
+    warmup: int = 3
+    ewma: float = 1.0
+
+    _sign: ClassVar[int]
+    """1: alarm above the level; -1: under it."""
+
+    def _check(self) -> None:
+        if not _is_number(self.level) or not math.isfinite(self.level):
+            raise ConfigError("level", self.level, "it is a finite number.", "Set 0.5, say.")
+        _check_ewma(self.ewma)
+        _check_common(self.hysteresis, self.warmup)
+
+    @property
+    def _clear(self) -> float:
+        return self.level - self._sign * self.hysteresis * abs(self.level)
+
+    def update(self, value: float) -> bool:
+        """Take the next value; whether there is an alarm after it."""
+        if math.isnan(value):
+            return self.on
+        self.seen += 1
+        value = max(-_LARGEST, min(value, _LARGEST))
+        self.signal = value if self.seen == 1 else self.ewma * value + (1 - self.ewma) * self.signal
+        self.reference = float(self.level)
+        if self.seen > self.warmup:
+            limit = self._clear if self.on else self.level
+            self.on = self.signal > limit if self._sign > 0 else self.signal < limit
+        return self.on
+
+    def advance(self, state: State, values: NDArray[np.float64]) -> None:
+        """``update`` for each place; see ``Detector.advance``."""
+        usable = ~np.isnan(values)
+        seen, before = state["seen"] + usable, state["signal"]
+        values = np.where(usable, np.clip(values, -_LARGEST, _LARGEST), 0.0)
+        average = self.ewma * values + (1 - self.ewma) * before
+        signal = np.where(usable, np.where(seen == 1, values, average), before)
+        limit = np.where(state["on"], self._clear, self.level)
+        on = signal > limit if self._sign > 0 else signal < limit
+        state.update(
+            seen=seen,
+            signal=signal,
+            reference=np.where(usable, float(self.level), state["reference"]),
+            on=np.where(usable & (seen > self.warmup), on, state["on"]),
+        )
+
+
+@dataclass(eq=False)
+class Floor(_Level):
     """A signal under a level.
 
-    The alarm goes on when the value is under ``level``, and clears when it is back at ``level`` plus ``hysteresis``
-    times its size.
+    The alarm goes on when the signal, a moving average of the values, is under ``level``, and clears when it is back at
+    ``level`` plus ``hysteresis`` times its size.
 
     NaN is no value: nothing changes. An infinite value counts as the largest number of its sign.
 
     Args:
-        level: Values under it give alarm.
+        level: A signal under it gives alarm.
         hysteresis: Share of the level. >= 0.
         warmup: First values that give no alarm. >= 0.
+        ewma: Weight of the newest value in the average; 1 = no average. Above 0, up to 1.
 
     Raises: ConfigError: when a setting is out of its range.
 
@@ -203,48 +258,23 @@ class Floor(Detector):
         [False, True, True, False]
     """
 
-    level: float
-    hysteresis: float = 0.15
-    warmup: int = 3
-
-    def _check(self) -> None:
-        _check_level(self.level)
-        _check_common(self.hysteresis, self.warmup)
-
-    @property
-    def _clear(self) -> float:
-        return self.level + self.hysteresis * abs(self.level)
-
-    def update(self, value: float) -> bool:
-        """Take the next value; whether there is an alarm after it."""
-        if math.isnan(value):
-            return self.on
-        self.seen += 1
-        self.signal, self.reference = max(-_LARGEST, min(value, _LARGEST)), float(self.level)
-        if self.seen > self.warmup:
-            self.on = self.signal < (self._clear if self.on else self.level)
-        return self.on
-
-    def advance(self, state: State, values: NDArray[np.float64]) -> None:
-        """``update`` for each place; see ``Detector.advance``."""
-        judged = _note_value(state, values, self.level, self.warmup)
-        on = state["signal"] < np.where(state["on"], self._clear, self.level)
-        state["on"] = np.where(judged, on, state["on"])
+    _sign = -1
 
 
 @dataclass(eq=False)
-class Above(Detector):
+class Above(_Level):
     """A signal above a level.
 
-    The alarm goes on when the value is above ``level``, and clears when it is down at ``level`` minus ``hysteresis``
-    times its size.
+    The alarm goes on when the signal, a moving average of the values, is above ``level``, and clears when it is down at
+    ``level`` minus ``hysteresis`` times its size.
 
     NaN is no value: nothing changes. An infinite value counts as the largest number of its sign.
 
     Args:
-        level: Values above it give alarm.
+        level: A signal above it gives alarm.
         hysteresis: Share of the level. >= 0.
         warmup: First values that give no alarm. >= 0.
+        ewma: Weight of the newest value in the average; 1 = no average. Above 0, up to 1.
 
     Raises: ConfigError: when a setting is out of its range.
 
@@ -254,33 +284,7 @@ class Above(Detector):
         [False, True, True, False]
     """
 
-    level: float
-    hysteresis: float = 0.15
-    warmup: int = 3
-
-    def _check(self) -> None:
-        _check_level(self.level)
-        _check_common(self.hysteresis, self.warmup)
-
-    @property
-    def _clear(self) -> float:
-        return self.level - self.hysteresis * abs(self.level)
-
-    def update(self, value: float) -> bool:
-        """Take the next value; whether there is an alarm after it."""
-        if math.isnan(value):
-            return self.on
-        self.seen += 1
-        self.signal, self.reference = max(-_LARGEST, min(value, _LARGEST)), float(self.level)
-        if self.seen > self.warmup:
-            self.on = self.signal > (self._clear if self.on else self.level)
-        return self.on
-
-    def advance(self, state: State, values: NDArray[np.float64]) -> None:
-        """``update`` for each place; see ``Detector.advance``."""
-        judged = _note_value(state, values, self.level, self.warmup)
-        on = state["signal"] > np.where(state["on"], self._clear, self.level)
-        state["on"] = np.where(judged, on, state["on"])
+    _sign = 1
 
 
 @dataclass(eq=False)
@@ -503,15 +507,6 @@ _EPSILON = float(np.finfo(np.float32).eps)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
-def _note_value(state: State, values: NDArray[np.float64], level: float, warmup: int) -> NDArray[np.bool_]:
-    """Take the values in as signals, with ``level`` as their reference; where there is something to judge."""
-    usable = ~np.isnan(values)
-    state["seen"] = state["seen"] + usable
-    state["signal"] = np.where(usable, np.clip(values, -_LARGEST, _LARGEST), state["signal"])
-    state["reference"] = np.where(usable, float(level), state["reference"])
-    return usable & (state["seen"] > warmup)
-
-
 def _part(state: Mapping[str, Any], index: int) -> dict[str, Any]:
     prefix = f"{index}."
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -521,9 +516,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _check_level(level: object) -> None:
-    if not _is_number(level) or not math.isfinite(level):  # type: ignore[arg-type]
-        raise ConfigError("level", level, "it is a finite number.", "Set 0.5, say.")
+def _check_ewma(ewma: object) -> None:
+    if not _is_number(ewma) or not 0 < ewma <= 1:  # type: ignore[operator]
+        raise ConfigError("ewma", ewma, "it is a weight above 0, up to 1.", "Set 1 for no average.")
 
 
 def _check_common(hysteresis: object, warmup: object, least: int = 0) -> None:

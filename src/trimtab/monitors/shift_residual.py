@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,23 +62,26 @@ class ShiftResidual(BaseMonitor):
 
     - ``residual``: ``|v| / sum |dK|`` of the step: how large the error is, biased or not. Measured: 1e-8 to 1e-6 in
       float32, 2e-4 to 1e-3 in bf16 (single steps up to 1e-2), from 4e-3 on where delta is wrong.
-    - ``coherence``: ``|mean v| / mean |v|``, means over recent steps: whether the error keeps its direction, which is
-      what does harm. About ``1/sqrt(T)`` for rounding, T the steps that the means reach over; 1 for a bias. Where the
-      mean of ``|v|`` is under ``residual_floor`` times that of ``sum |dK|``, that is put in its place: rounding that
-      repeats itself, as in training on one batch, is coherent and far too small to matter.
+    - ``coherence``: ``|mean (v / max(|v|, residual_floor * sum |dK|))|``, the length of the mean direction over recent
+      steps: whether the error keeps its direction, which is what does harm. About ``1/sqrt(T)`` for rounding, T the
+      steps that the mean reaches over; it goes to 1 for a bias. The weight of a step is the same whether or not there
+      were steps before it, so that an error that has just begun is not coherent with itself. A residual under
+      ``residual_floor`` counts by what it reaches of that: rounding that repeats itself, as in training on one batch,
+      is coherent and far too small to matter.
 
-    An alarm is given while the coherence is above 0.5. Keys are seen on their way into the attention function of
-    transformers' modules, or by ``watch_keys``. Layers in which the gradients need not sum to zero, those with
-    attention sinks or a soft-cap on the logits, are left out, and a warning names the first and says why. An attention
-    that is no softmax, such as a sigmoid one, cannot be told from outside: do not watch it.
+    An alarm is given while the coherence is above 0.5: 14 steps after a bias begins. A residual above 4e-3 for some
+    steps is noticed for the diagnosis, and is no alarm: unbiased rounding does that too, and no harm. Keys are seen on
+    their way into the attention function of transformers' modules, or by ``watch_keys``. Layers in which the gradients
+    need not sum to zero, those with attention sinks or a soft-cap on the logits, are left out, and a warning names the
+    first and says why. An attention that is no softmax, such as a sigmoid one, cannot be told from outside: do not
+    watch it.
 
     What the model computes stays as it is, bit for bit; only under ``torch.compile``, where this is an operator between
     others, may kernels be fused otherwise than without it. On several ranks each sees its own keys.
 
     Args:
-        ema_factor: f of the means, ``mean <- f mean + (1-f) value``; they reach over ``T = (1+f)/(1-f)`` steps. Above
-            0, below 1.
-        warmup_steps: Steps of a layer before its coherence is told.
+        ema_factor: f of the mean, ``mean <- f mean + (1-f) value`` from 0 on; it reaches over ``T = (1+f)/(1-f)``
+            steps. Above 0, below 1.
         residual_floor: Residual below which an error counts as rounding. >= 0.
 
     Raises: ConfigError: when a setting is none of these.
@@ -100,19 +102,16 @@ class ShiftResidual(BaseMonitor):
     name = "shift_residual"
     mechanism = "attention backward"
 
-    # f: for noise that favours none of d directions, T |mean v|^2 / mean |v|^2 is chi^2_d / d, so P(coherence > 0.5) is
-    # P(chi^2_d > T d / 4): 2e-11 for T = 99 and as few as 2. After 30 steps T is 29, and it is 1e-9 for 8 or more.
-    # Heads have 64 and up; measured at 16, on text, noise of any size stayed below 0.43 from there on. Our choices.
-    # residual_floor: between the noise of bf16 and what a wrong delta leaves.
-    def __init__(self, *, ema_factor: float = 0.98, warmup_steps: int = 30, residual_floor: float = 1e-3) -> None:
+    # f: for directions that favour none of d dimensions, T |mean|^2 is close to chi^2_d / d, so P(coherence > 0.5) is
+    # P(chi^2_d > T d / 4): 1e-13 for T = 39 and as few as 8. A ratio of the means of v and of |v|, which would be its
+    # natural form, is that of the few largest steps: at the onset of any error it is near 1.
+    # residual_floor: between the noise of bf16 and what a wrong delta leaves. Our choices.
+    def __init__(self, *, ema_factor: float = 0.95, residual_floor: float = 1e-3) -> None:
         if not _is_number(ema_factor) or not 0 < ema_factor < 1:
             raise ConfigError("ema_factor", ema_factor, "it is above 0 and below 1.", "Set 0.98, say.")
-        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
-            raise ConfigError("warmup_steps", warmup_steps, "it counts steps, 0 or more.", "Set it to 30, say.")
         if not _is_number(residual_floor) or not 0 <= residual_floor < 1:
             raise ConfigError("residual_floor", residual_floor, "a residual is in 0..1.", "Set 1e-3, or 0 for none.")
         self.ema_factor = float(ema_factor)
-        self.warmup_steps = warmup_steps
         self.residual_floor = float(residual_floor)
         self.alarm_rules: Mapping[str, AlarmRule] = {
             "coherence": AlarmRule(
@@ -122,8 +121,8 @@ class ShiftResidual(BaseMonitor):
             )
         }
         self._watch = KeyWatch(self._say)
-        self._means: dict[str, _Means] = {}
-        self._loaded_steps: dict[str, int] = {}
+        # By layer, the mean direction of each head. Shape (heads, d_head).
+        self._directions: dict[str, Tensor] = {}
 
     def start(self, model: nn.Module) -> None:
         """Place hooks where the keys enter attention."""
@@ -137,105 +136,66 @@ class ShiftResidual(BaseMonitor):
     def observe(self, step: int) -> Mapping[str, Tensor | float]:
         """Residual and coherence of each layer and head, flat; NaN for those without a finite gradient in this step."""
         sums = self._watch.take()
-        if not sums and not self._means:
+        if not sums and not self._directions:
             return {}
         values: dict[str, tuple[Tensor, Tensor]] = {}
         for layers in _alike(sums):
             values |= self._values(layers, [sums[layer] for layer in layers])
         found = next(iter(values.values()), None)
-        device = next(iter(self._means.values())).lengths.device if found is None else found[0].device
+        device = next(iter(self._directions.values())).device if found is None else found[0].device
         rows = []
         for layer in self._layers():
-            none = torch.full((2, self._means[layer].lengths.shape[0]), torch.nan, device=device)
+            none = torch.full((2, len(self._directions[layer])), torch.nan, device=device)
             rows.append(torch.stack(values[layer]).to(device) if layer in values else none)
         residual, coherence = torch.cat(rows, dim=1).unbind()
         return {"residual": residual, "coherence": coherence}
 
     def places(self, metric: str) -> Sequence[str]:
         """``layer_3/head_1``: the layer's number in the model, and that of the key head in the layer."""
-        return tuple(
-            f"{layer}/head_{head}" for layer in self._layers() for head in range(self._means[layer].lengths.shape[0])
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """For how many steps the means of each layer have been kept."""
-        return {"num_steps": {layer: means.num_steps for layer, means in self._means.items()}}
+        return tuple(f"{layer}/head_{head}" for layer in self._layers() for head in range(len(self._directions[layer])))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start afresh; the means come with ``load_tensor_state``."""
-        self._means.clear()
+        self._directions.clear()
         self._watch.take()
-        self._loaded_steps = dict(state["num_steps"])
 
     def tensor_state(self) -> dict[str, Tensor]:
-        """The means of each layer."""
-        return {
-            f"{layer}.{name}": getattr(means, name)
-            for layer, means in self._means.items()
-            for name in ("vectors", "norms", "lengths")
-        }
+        """The mean directions, by layer."""
+        return dict(self._directions)
 
     def load_tensor_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the means back."""
-        for layer, num_steps in self._loaded_steps.items():
-            vectors, norms, lengths = (state[f"{layer}.{name}"] for name in ("vectors", "norms", "lengths"))
-            self._means[layer] = _Means(vectors, norms, lengths, int(num_steps))
+        """Take the mean directions back."""
+        self._directions = dict(state)
 
     def _values(self, layers: Sequence[str], sums: Sequence[KeySums]) -> dict[str, tuple[Tensor, Tensor]]:
         """Residual and coherence of layers of one shape, each of shape (heads,); takes the sums into their means."""
-        for layer, new in zip(layers, sums, strict=True):
-            means = self._means.get(layer)
-            if means is None or means.vectors.shape != new.vectors.shape:
-                zeros = torch.zeros_like(new.lengths)
-                self._means[layer] = _Means(torch.zeros_like(new.vectors), zeros, zeros, 0)
-        old = [self._means[layer] for layer in layers]
         vectors = torch.stack([new.vectors for new in sums])
         lengths = torch.stack([new.lengths for new in sums])
         norms = torch.linalg.vector_norm(vectors, dim=-1)
         # A step that overflowed, or had no gradient, is not observed: no mean is poisoned by it.
         usable = lengths.isfinite() & norms.isfinite() & (lengths > 0)
-        kept = (
-            torch.stack([m.vectors.to(vectors) for m in old]),
-            torch.stack([m.norms.to(norms) for m in old]),
-            torch.stack([m.lengths.to(lengths) for m in old]),
-        )
-        # Both means start from 0, so what is missing of their weights cancels out in their ratio.
-        mean_vectors, mean_norms, mean_lengths = (
-            torch.where(
-                usable[..., None] if mean.dim() == 3 else usable, torch.lerp(value, mean, self.ema_factor), mean
-            )
-            for mean, value in zip(kept, (vectors, norms, lengths), strict=True)
-        )
+        sizes = torch.maximum(norms, self.residual_floor * lengths).clamp(min=_TINY)
+        means = torch.stack([self._mean_before(layer, new.vectors) for layer, new in zip(layers, sums, strict=True)])
+        means = torch.where(usable[..., None], torch.lerp(vectors / sizes[..., None], means, self.ema_factor), means)
         residual = torch.where(usable, norms / lengths, torch.nan)
-        size = torch.maximum(mean_norms, self.residual_floor * mean_lengths).clamp(min=_TINY)
-        coherence = torch.where(usable, torch.linalg.vector_norm(mean_vectors, dim=-1) / size, torch.nan)
-        unknown = torch.full_like(residual[0], torch.nan)
-        values = {}
-        for i, layer in enumerate(layers):
-            num_steps = old[i].num_steps + 1
-            self._means[layer] = _Means(mean_vectors[i], mean_norms[i], mean_lengths[i], num_steps)
-            values[layer] = residual[i], coherence[i] if num_steps > self.warmup_steps else unknown
-        return values
+        coherence = torch.where(usable, torch.linalg.vector_norm(means, dim=-1), torch.nan)
+        self._directions.update(zip(layers, means, strict=True))
+        return dict(zip(layers, zip(residual, coherence, strict=True), strict=True))
+
+    def _mean_before(self, layer: str, like: Tensor) -> Tensor:
+        """The mean direction that a layer has had so far; of none, or of other heads, zero."""
+        mean = self._directions.get(layer)
+        return torch.zeros_like(like) if mean is None or mean.shape != like.shape else mean.to(like)
 
     def _layers(self) -> list[str]:
         """Names of all layers seen so far, by their numbers; a backward meets them from the last to the first."""
-        return sorted(self._means, key=_by_numbers)
+        return sorted(self._directions, key=_by_numbers)
 
     def _say(self, text: str) -> None:
         if self.context is None:
             warnings.warn(text, TrimtabWarning, stacklevel=2)
         else:
             self.context.say_once(text)
-
-
-@dataclass(slots=True)
-class _Means:
-    """What is kept of a layer: means of v, of |v| and of sum |dK| over recent steps, and how many there were."""
-
-    vectors: Tensor
-    norms: Tensor
-    lengths: Tensor
-    num_steps: int
 
 
 def _alike(sums: Mapping[str, KeySums]) -> list[list[str]]:
