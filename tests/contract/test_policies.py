@@ -40,6 +40,7 @@ FACTORIES = {
     "paper with errors": lambda: Policy(max_active=2, error_limit=0.3),
     "robust": lambda: robust(**EARLY),
     "robust with errors": lambda: robust(error_limit=0.3, **EARLY),
+    "robust with errors by history": lambda: robust(error_limit=1.5, error_history="ema", **EARLY),
     "window": lambda: Policy(max_active=0.5, history="window", history_steps=6, alpha=TwoStage(2, 1, switch_step=4)),
     "damping": lambda: robust(damping=True, **EARLY),
     "static_low": StaticLow,

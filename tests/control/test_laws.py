@@ -1,6 +1,7 @@
 """Laws that hold for any norms and any policy."""
 
 import json
+from dataclasses import replace
 
 import array_api_strict
 import numpy as np
@@ -40,6 +41,16 @@ policies = st.builds(
     burn_in_steps=st.integers(0, 4),
     act_from_step=st.integers(0, 4),
     error_limit=st.one_of(st.none(), st.floats(0.1, 2.0), st.sampled_from([5e-324, LARGEST])),
+)
+ratios = st.one_of(st.floats(1.0, 4.0, exclude_min=True), st.sampled_from([1.5, LARGEST]))
+policies = st.one_of(
+    policies,
+    st.builds(
+        lambda policy, limit, factor: replace(policy, error_history="ema", error_limit=limit, error_ema_factor=factor),
+        policies.map(lambda policy: replace(policy, error_limit=None)),
+        st.one_of(st.none(), ratios),
+        st.sampled_from([0.0, 0.3, 0.5, 0.95]),
+    ),
 )
 errors = st.one_of(st.floats(0.0, 2.0), st.none(), st.sampled_from(NASTY), st.floats())
 
@@ -126,7 +137,7 @@ def test_errors_and_raised_risks_change_neither_what_is_remembered_nor_what_is_d
         assert (a.risk >= b.risk).all()
         if (policy.error_limit is None or step_errors is None) and step_risks is None:
             np.testing.assert_array_equal(a.risk, b.risk)
-    routed = {"active", "lock"}
+    routed = {"active", "lock", "error_seen", "error_mean"}
     memories = zip(with_both.state_dict()["units"].values(), without.state_dict()["units"].values(), strict=True)
     for one, other in memories:
         assert {k: v for k, v in one.items() if k not in routed} == {k: v for k, v in other.items() if k not in routed}

@@ -65,6 +65,8 @@ def test_the_names_and_defaults_are_the_contract():
         "alpha": 1.5,
         "beta": 1.3,
         "error_limit": None,
+        "error_history": "absolute",
+        "error_ema_factor": 0.95,
         "window_steps": 10,
         "lock_steps": 1,
         "max_active": 4,

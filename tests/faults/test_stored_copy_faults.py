@@ -148,6 +148,47 @@ def test_a_resumed_run_suffers_what_the_uninterrupted_one_did(model):
                 assert corruptions(guard, 7 - cut) == uninterrupted[cut:]
 
 
+def errors_of(guard, model):
+    """The channel error of each unit in one batch."""
+    guard.conversion.take_quantizer_stats()
+    grads_of(model)
+    return dict(zip(guard.units, guard.conversion.take_quantizer_stats()[:, 0].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_channel_error_of_the_corrupted_unit_is_that_of_the_copy_as_it_reads_it(model, rounding):
+    """Of layers that share the copy too; and a unit on the recovery path is judged by what the low-width copy is."""
+    policy = trimtab.Policy(alpha=1.0, beta=1.0, max_active=1, error_limit=100.0)
+    with trimtab.attach(model, SavedActivations(rounding=rounding), policy=policy) as guard:
+        clean = errors_of(guard, model)
+        guard.inject(StoredCopyFaults([burst(start_step=1)]))
+        faulty = errors_of(guard, model)
+        guard.route(["0.q"])
+        recovered = errors_of(guard, model)
+    assert max(clean.values()) < 1
+    assert faulty["0.q"] == recovered["0.q"]
+    # Three of eight channels are 50 times too large: 3/8 * 49 and what rounding adds or takes.
+    assert faulty["0.q"] == pytest.approx(3 / 8 * 49, rel=0.1)
+    if rounding == "nearest":  # otherwise each micro-batch has noise of its own
+        assert [faulty[u] for u in ("0.k", "0.o")] == [clean[u] for u in ("0.k", "0.o")]
+        assert [recovered[u] for u in ("0.k", "0.o")] == [clean[u] for u in ("0.k", "0.o")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*instantiated")
+def test_a_compiled_model_tells_the_same_error_of_a_corrupted_copy(model):
+    from trimtab.testing.compile_claims import compiled
+
+    found = []
+    with trimtab.attach(model, SavedActivations(), quantizer_stats=True) as guard, compiled(model) as (fast, _):
+        guard.inject(StoredCopyFaults([burst(start_step=1)]))
+        for one in (model, fast):
+            grads_of(one)
+            found.append(guard.conversion.take_quantizer_stats())
+    assert torch.equal(*found)
+    assert found[0][0, 0] > 10
+
+
 def test_each_burst_lands_in_the_record_with_all_that_it_takes_to_repeat_it(model, tmp_path):
     from trimtab.trace import open_run
 

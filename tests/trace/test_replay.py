@@ -108,11 +108,13 @@ def test_replay_is_exact_across_a_resume_in_the_middle(cut, end, how, seed, wind
         _assert_exact(run)
 
 
-@pytest.mark.parametrize("kind", ["robust", "mean"])
+@pytest.mark.parametrize("kind", ["robust", "mean", "errors by history"])
 def test_replay_with_recorded_errors_is_exact_across_a_resume(kind, tmp_path):
     policy = Policy(max_active=2, lock_steps=2, error_limit=0.3)
     if kind == "robust":
         policy = robust(burn_in_steps=5, act_from_step=8, max_active=1, error_limit=0.3)
+    if kind == "errors by history":
+        policy = Policy(max_active=2, lock_steps=2, burn_in_steps=3, error_limit=1.3, error_history="ema")
     settings_ = {"config": {"policy": policy.to_dict()}, "units": UNITS}
     norms, errors = _norms(80), _errors(80)
     saved = policy.start(NAMES, MASK).state_dict()
@@ -128,11 +130,13 @@ def test_replay_with_recorded_errors_is_exact_across_a_resume(kind, tmp_path):
     with open_run(tmp_path) as run:
         made = _assert_exact(run)
         assert {"gnmr", "delta", "error", "failed"} <= {REASONS[code] for code in np.unique(made.steps.reason)}
-        assert run.config["policy"]["error_limit"] == 0.3
+        assert Policy.from_dict(run.config["policy"]) == policy
         given = np.array([np.full(4, np.nan) if error is None else error for error in errors])
         np.testing.assert_array_equal(made.steps.errors, given)
         # The errors did decide: without a limit other units would have been chosen.
         assert replay(run, dataclasses.replace(policy, error_limit=None)).num_different > 0
+        if kind == "errors by history":
+            assert replay(run, dataclasses.replace(policy, error_history="absolute")).num_different > 0
 
 
 def test_replay_is_exact_when_a_resume_brings_other_units(tmp_path):

@@ -16,6 +16,8 @@ VERSION = 1
 
 _REMEDY = "Pass what state_dict() of a controller returned."
 
+_OF_ERRORS = ("error_seen", "error_mean")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -42,6 +44,8 @@ class UnitMemory:
         history: Recent norms, oldest first; only a "window" history has them.
         lock: Further decisions in which the unit stays a candidate.
         active: Whether the unit is on the recovery path.
+        error_seen: Channel errors that were finite and above 0, burn-in included; 0 unless they are judged by history.
+        error_mean: Exponential mean of channel errors; 0 = no history.
     """
 
     seen: int = 0
@@ -51,6 +55,13 @@ class UnitMemory:
     history: list[float] = field(default_factory=list)
     lock: int = 0
     active: bool = False
+    error_seen: int = 0
+    error_mean: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as plain values; what is remembered of channel errors only where something is."""
+        values = asdict(self)
+        return values if self.error_seen else {k: v for k, v in values.items() if k not in _OF_ERRORS}
 
     @classmethod
     def from_dict(cls, name: str, values: Any) -> UnitMemory:
@@ -61,12 +72,14 @@ class UnitMemory:
         """
         if not isinstance(values, Mapping):
             raise _no_state(f"units[{name!r}]", values, "the state of a unit is a mapping.")
+        values = {"error_seen": 0, "error_mean": 0.0, **values}
         for item in fields(cls):
             if item.name not in values:
                 raise _no_state(f"units[{name!r}].{item.name}", verbatim("(missing)"), "every unit has one.")
-        for key in ("seen", "entered", "lock"):
+        for key in ("seen", "entered", "lock", "error_seen"):
             _check_count(f"units[{name!r}].{key}", values[key])
-        _check_number(f"units[{name!r}].mean", values["mean"])
+        for key in ("mean", "error_mean"):
+            _check_number(f"units[{name!r}].{key}", values[key])
         for key in ("queue", "history"):
             if not isinstance(values[key], Sequence) or isinstance(values[key], str):
                 raise _no_state(f"units[{name!r}].{key}", values[key], "it is a list of numbers.")
@@ -82,6 +95,8 @@ class UnitMemory:
             history=[float(value) for value in values["history"]],
             lock=int(values["lock"]),
             active=values["active"],
+            error_seen=int(values["error_seen"]),
+            error_mean=float(values["error_mean"]),
         )
 
 
@@ -96,7 +111,7 @@ class ControllerMemory:
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain values. Every float is finite, so ``json.dumps(..., allow_nan=False)`` takes it."""
-        units = {name: asdict(memory) for name, memory in self.units.items()}
+        units = {name: memory.to_dict() for name, memory in self.units.items()}
         return {"version": VERSION, "step": self.step, "alpha": self.alpha, "beta": self.beta, "units": units}
 
     @classmethod

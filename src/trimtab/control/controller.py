@@ -12,6 +12,7 @@ import numpy as np
 from trimtab.control.arrays import Array, Place, place_of, to_array, to_numpy
 from trimtab.control.checkpoint import ControllerMemory, LoadReport, UnitMemory
 from trimtab.control.decision import Decision
+from trimtab.control.error_history import ErrorHistory, judge_errors
 from trimtab.control.policy import Policy
 from trimtab.control.reasons import DELTA, ERROR, GNMR, RAISED, reasons_of
 from trimtab.control.schedules import threshold_at
@@ -67,6 +68,7 @@ class Controller:
         self._warned: set[str] = set()
         self._place: Place
         self._history: History
+        self._errors: ErrorHistory
         self._can_recover: Array
         self._lock: Array
         self._active: Array
@@ -112,8 +114,9 @@ class Controller:
 
         Whatever the norms, errors and risks are, the answer is a valid decision within the budget.
 
-        An error is a risk of its own: it counts in full where the norm was not observed, and before ``act_from_step``,
-        for it needs no history. It changes neither history nor damping. So does a risk that is raised.
+        An error is a risk of its own: it counts in full where the norm was not observed, and before ``act_from_step``
+        unless the policy's ``error_history`` compares it with one. It changes neither the norms' history nor damping.
+        So does a risk that is raised.
 
         Args:
             norms: L2 norm of each unit's gradient before clipping, after unscaling and accumulation. Shape (units,),
@@ -209,8 +212,7 @@ class Controller:
         # Before the others come in: they say nothing about how large the gradient should have been.
         overgrown = (risk > place.one) & seen.observed
         if errors is not None and policy.error_limit is not None:
-            error_risk = xp.minimum(errors / place.number(policy.error_limit), place.largest)
-            terms[ERROR] = xp.where(errors >= place.zero, error_risk, place.zero)
+            terms[ERROR], self._errors = judge_errors(self._errors, errors, policy.error_limit, step, policy, place)
             risk = xp.maximum(risk, terms[ERROR])
         if risks is not None:
             terms[RAISED] = xp.where(risks >= place.zero, xp.minimum(risks, place.largest), place.zero)
@@ -278,6 +280,7 @@ class Controller:
             memories = [m if m.history or not m.entered else replace(m, history=[m.mean]) for m in memories]
         self._place = place
         self._history = History.of(memories, self._policy, place)
+        self._errors = ErrorHistory.of(memories, place)
         self._can_recover = place.bools(self._recoverable)
         lock = place.integers([memory.lock for memory in memories])
         held = place.bools([memory.active for memory in memories]) & self._can_recover
@@ -288,6 +291,7 @@ class Controller:
         """Hold the same state at another place."""
         self._place = place
         self._history = self._history.moved_to(place)
+        self._errors = self._errors.moved_to(place)
         self._can_recover = place.bools(self._recoverable)
         self._lock = place.integers(to_numpy(self._lock))
         self._active = place.bools(to_numpy(self._active))
@@ -303,6 +307,8 @@ class Controller:
             recent_values(history.rows, history.kept, len(self._units)),
             to_numpy(self._lock).tolist(),
             to_numpy(self._active).tolist(),
+            to_numpy(self._errors.seen).astype(int).tolist(),
+            to_numpy(self._errors.mean).tolist(),
             strict=True,
         )
         return [UnitMemory(*column) for column in columns]

@@ -21,8 +21,9 @@ class Decision:
     Attributes:
         gnmr: n / historical mean. NaN = not observed, +inf = failed, otherwise finite.
         delta: GNMR / mean of its recent values. NaN = not observed, +inf = failed, otherwise finite.
-        risk: max(GNMR/alpha, Delta/beta, error/error_limit, raised risk); what is not known of a unit adds nothing.
-            +inf = its norm failed, otherwise finite. Never NaN.
+        risk: max(GNMR/alpha, Delta/beta, error/error_limit, raised risk), the error compared as the policy
+            has it; what is not known of a unit adds nothing. +inf = its norm failed, otherwise finite. Never
+            NaN.
         active: bool, the units on the recovery path in step ``step + 1``.
         lock: int, further decisions in which the unit stays a candidate without a risk above 1.
         scale: What ``damping`` multiplies the unit's gradient of this step with: min(1, mean/n) where GNMR or Delta is

@@ -14,10 +14,13 @@ from trimtab.errors import ConfigError, nearest_names
 if TYPE_CHECKING:
     from trimtab.control.controller import Controller
 
-__all__ = ["History", "Policy", "budget_in_units", "budget_setting", "is_real", "whole_number"]
+__all__ = ["ErrorHistory", "History", "Policy", "budget_in_units", "budget_setting", "is_real", "whole_number"]
 
 History = Literal["mean", "ema", "window"]
 """What a norm is compared with: the mean of all, an exponential mean, or the mean of the last ``history_steps``."""
+
+ErrorHistory = Literal["absolute", "ema"]
+"""What a channel error is compared with: nothing, or an exponential mean of the unit's earlier ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,16 @@ class Policy:
 
     error_limit: float | None = None
     """A channel error above it is a risk above 1. > 0, None = not judged. Measured: 0.3 for floats of 6 and 8 bits in
-    tiles of 128, 0.4 for INT8 per tensor; for INT4 and below no limit tells a fault from a healthy unit."""
+    tiles of 128, 0.4 for INT8 per tensor; for INT4 no limit tells a fault from a healthy unit, so that errors are to be
+    judged by their own history: 1.5 with ``error_history="ema"``. For INT2 neither does."""
+
+    error_history: ErrorHistory = "absolute"
+    """What a channel error is compared with: "absolute" takes it as it is; "ema" divides it by an exponential mean of
+    the unit's earlier ones, so that ``error_limit`` (then above 1) is a ratio. A unit without a mean has the ratio 1.
+    An error enters the mean as at most ``error_limit`` times the mean; one of 0, or that is not finite, never does."""
+
+    error_ema_factor: float = 0.95
+    """Share of the old mean that stays at an update of an "ema" error history. 0 <= factor < 1."""
 
     window_steps: int = 10
     """Recent GNMR values that Delta compares with, in steps in which the unit was observed. >= 1."""
@@ -70,11 +82,11 @@ class Policy:
     """A norm enters the history as at most this many times the mean, once 10 have entered. >= 1, None = unclipped."""
 
     burn_in_steps: int = 0
-    """A unit's first observations that do not enter its history. >= 0."""
+    """A unit's first observations that do not enter its history; the same of its errors' history. >= 0."""
 
     act_from_step: int = 0
-    """At steps up to this one, norms are a risk only where they failed. >= 0. Channel errors count from the first step:
-    they are compared with no history."""
+    """At steps up to this one, norms are a risk only where they failed. >= 0. Channel errors that are compared with no
+    history count from the first step; with one, only those that are not finite do."""
 
     damping: bool = False
     """Scale the gradient of a unit with a risky norm down in the step itself, to its mean; recovery helps from the next
@@ -91,6 +103,7 @@ class Policy:
                 allowed = "a limit of the channel error is a finite number above 0."
                 raise ConfigError("error_limit", limit, allowed, "Set 0.3 for instance, or None to judge norms alone.")
             object.__setattr__(self, "error_limit", float(limit))
+        self._check_error_history()
         for name, least, reason in (
             ("window_steps", 1, "the short window needs at least 1 step."),
             ("lock_steps", 0, "a lock lasts 0 or more steps."),
@@ -100,17 +113,8 @@ class Policy:
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least, reason))
         object.__setattr__(self, "max_active", budget_setting(self.max_active))
-        kinds = get_args(History)
-        if self.history not in kinds:
-            near = nearest_names(str(self.history), kinds)
-            remedy = f"Did you mean {near[0]!r}?" if near else "Use one of them."
-            raise ConfigError("history", self.history, f"it is one of {', '.join(map(repr, kinds))}.", remedy)
-        factor = self.ema_factor
-        if not is_real(factor) or not 0 <= factor < 1:
-            raise ConfigError(
-                "ema_factor", factor, "it is a share of at least 0 and below 1.", "Set 0.95 for instance."
-            )
-        object.__setattr__(self, "ema_factor", float(factor))
+        _check_choice("history", self.history, get_args(History))
+        object.__setattr__(self, "ema_factor", _share("ema_factor", self.ema_factor))
         clip = self.history_clip
         if clip is not None:
             if not is_real(clip) or not 1 <= clip < math.inf:
@@ -119,6 +123,14 @@ class Policy:
             object.__setattr__(self, "history_clip", float(clip))
         if not isinstance(self.damping, bool):
             raise ConfigError("damping", self.damping, "it is True or False.", "Set one of them.")
+
+    def _check_error_history(self) -> None:
+        _check_choice("error_history", self.error_history, get_args(ErrorHistory))
+        limit = self.error_limit
+        if self.error_history == "ema" and limit is not None and limit <= 1:
+            allowed = 'with error_history="ema" it is a ratio above 1: what enters the mean is clipped to it.'
+            raise ConfigError("error_limit", limit, allowed, 'Set 1.5 for instance, or error_history="absolute".')
+        object.__setattr__(self, "error_ema_factor", _share("error_ema_factor", self.error_ema_factor))
 
     def budget(self, num_recoverable: int) -> int:
         """The most units that may be active at once.
@@ -209,6 +221,21 @@ class Policy:
 def is_real(value: object) -> bool:
     """Whether ``value`` is a real number, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_choice(setting: str, value: object, choices: Sequence[str]) -> None:
+    """Raises: ConfigError: when ``value`` is none of ``choices``, with the nearest."""
+    if value not in choices:
+        near = nearest_names(str(value), choices)
+        remedy = f"Did you mean {near[0]!r}?" if near else "Use one of them."
+        raise ConfigError(setting, value, f"it is one of {', '.join(map(repr, choices))}.", remedy)
+
+
+def _share(setting: str, value: Any) -> float:
+    """``value`` as the share of an old mean that stays."""
+    if not is_real(value) or not 0 <= value < 1:
+        raise ConfigError(setting, value, "it is a share of at least 0 and below 1.", "Set 0.95 for instance.")
+    return float(value)
 
 
 def whole_number(setting: str, value: Any, least: int, reason: str) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from trimtab.control.policy import Policy
+from trimtab.control.policy import ErrorHistory, Policy
 from trimtab.control.schedules import Threshold, TwoStage
 from trimtab.errors import ConfigError, TrimtabWarning, nearest_names
 
@@ -38,6 +38,7 @@ def robust(
     burn_in_steps: int | None = None,
     act_from_step: int | None = None,
     error_limit: float | None = None,
+    error_history: ErrorHistory = "absolute",
     damping: bool = False,
 ) -> Policy:
     """The settings to train with: an exponential mean, clipped updates, and quiet while healthy.
@@ -58,6 +59,7 @@ def robust(
         burn_in_steps: None for max(20, ``warmup_steps``).
         act_from_step: None for ``burn_in_steps`` + 20.
         error_limit: See ``Policy``; which one is right depends on the recipe's number format.
+        error_history: See ``Policy``; "ema" is for INT4, with an ``error_limit`` of 1.5.
         damping: See ``Policy``.
 
     Raises:
@@ -84,6 +86,7 @@ def robust(
         burn_in_steps=burn_in,
         act_from_step=burn_in + _LEARNING if act_from_step is None else act_from_step,
         error_limit=error_limit,
+        error_history=error_history,
         damping=damping,
     )
     if total_steps is not None:

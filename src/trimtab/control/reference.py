@@ -96,7 +96,7 @@ class ReferenceController:
             gnmr.append(unit_gnmr)
             delta.append(unit_delta)
             # Only here: damping went by what the norm alone says, the choice of units goes by the greatest of all.
-            terms |= {"error": error_risk_of(error, self.policy), "raised": raised_risk_of(raised)}
+            terms |= {"error": error_risk_of(memory, error, self.step, self.policy), "raised": raised_risk_of(raised)}
             risk.append(max(terms.values()))
             cause.append(max(terms, key=lambda name: terms[name]) if risk[-1] > 1 else "none")  # of equals the first
             scale.append(unit_scale)
@@ -157,11 +157,36 @@ def terms_of(gnmr: float, delta: float, alpha: float, beta: float, step: int, po
     return {"gnmr": min(gnmr / alpha, LARGEST), "delta": min(delta / beta, LARGEST)}
 
 
-def error_risk_of(error: float | None, policy: Policy) -> float:
-    """The channel error in units of its limit; 0 where it is not known, or nothing limits it."""
+def error_risk_of(memory: UnitMemory, error: float | None, step: int, policy: Policy) -> float:
+    """The channel error in units of its limit; 0 where it is not known, or nothing limits it.
+
+    With an "ema" history the limit is one of the ratio to the mean of the unit's earlier errors, which this one enters.
+    """
     if policy.error_limit is None or error is None or not error >= 0:  # not `error < 0`: NaN is not known either
         return 0.0
-    return min(float(error) / policy.error_limit, LARGEST)  # +inf is kept for failed norms
+    error = float(error)
+    if policy.error_history == "absolute":
+        return min(error / policy.error_limit, LARGEST)  # +inf is kept for failed norms
+    if math.isinf(error):
+        return LARGEST  # a broken operand, at any step; it enters no history
+    if error == 0:
+        return 0.0  # not observed, as a norm of 0 is not
+    ratio = 1.0 if memory.error_mean == 0 else min(error / memory.error_mean, LARGEST)
+    remember_error(memory, error, policy.error_limit, policy)
+    return 0.0 if step <= policy.act_from_step else min(ratio / policy.error_limit, LARGEST)
+
+
+def remember_error(memory: UnitMemory, error: float, limit: float, policy: Policy) -> None:
+    """Let a channel error enter the unit's own mean, as at most ``limit`` times that mean."""
+    memory.error_seen += 1
+    if memory.error_seen <= policy.burn_in_steps:
+        return
+    if memory.error_mean == 0:
+        memory.error_mean = error
+        return
+    factor = policy.error_ema_factor
+    entering = min(error, limit * memory.error_mean)
+    memory.error_mean = min(factor * memory.error_mean + (1 - factor) * entering, LARGEST)
 
 
 def raised_risk_of(raised: float | None) -> float:

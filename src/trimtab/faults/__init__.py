@@ -3,6 +3,7 @@
 from trimtab.faults.attention_backward import BiasedAttentionBackward, biased_attention_backward
 from trimtab.faults.broken_numbers import BitFlips, NonFiniteGradient
 from trimtab.faults.learning_rate import LargeLearningRate
+from trimtab.faults.outliers import OutlierChannels, OutlierFaults, random_outliers
 from trimtab.faults.protocol import Fault
 from trimtab.faults.routers import RouterFault
 from trimtab.faults.small_batch import SmallBatch
@@ -15,6 +16,8 @@ __all__ = [
     "Fault",
     "LargeLearningRate",
     "NonFiniteGradient",
+    "OutlierChannels",
+    "OutlierFaults",
     "RouterFault",
     "SmallBatch",
     "StoredCopyBurst",
@@ -22,4 +25,5 @@ __all__ = [
     "WindowFault",
     "biased_attention_backward",
     "random_bursts",
+    "random_outliers",
 ]

@@ -69,6 +69,7 @@ class QuantizerStats:
         places: Position of each of the conversion's units among the guard's. Shape (R,).
         num_units: U.
         error_limit: The policy's. With one, units on the recovery path are observed as well.
+        error_history: The policy's; where the limit is no error but a ratio, too many units above it are not told.
 
     Raises: ConfigError: when the conversion is no ``QuantizerObserver``.
     """
@@ -80,6 +81,7 @@ class QuantizerStats:
         places: Sequence[int],
         num_units: int,
         error_limit: float | None,
+        error_history: str = "absolute",
     ) -> None:
         if not isinstance(conversion, QuantizerObserver):
             raise ConfigError(
@@ -92,7 +94,7 @@ class QuantizerStats:
         self._units: tuple[Unit, ...] = tuple(conversion.units)
         self._places = list(places)
         self._num_units = num_units
-        self._error_limit = error_limit
+        self._limit_of_errors = error_limit if error_history == "absolute" else None
         self._num_long = 0
         conversion.observe_quantizers(shadow=error_limit is not None)
 
@@ -141,14 +143,14 @@ class QuantizerStats:
 
         Rotating a recovery path that is too small among them does no good: as measured, no more than any schedule.
         """
-        if self._error_limit is None:
+        if self._limit_of_errors is None:
             return None
-        num_above = 0 if values is None else int((values["error"] > self._error_limit).sum())
+        num_above = 0 if values is None else int((values["error"] > self._limit_of_errors).sum())
         self._num_long = self._num_long + 1 if num_above > budget else 0
         if self._num_long < LONG_STEPS:
             return None
         return (
-            f"The channel error of {num_above} units is above error_limit={self._error_limit:g}, and for "
+            f"The channel error of {num_above} units is above error_limit={self._limit_of_errors:g}, and for "
             f"{self._num_long} steps these have been more units than the {budget} that max_active allows on the "
             "recovery path. Passing it on from one to the next does not help them: give the low-cost path a finer "
             "scale or a wider format."

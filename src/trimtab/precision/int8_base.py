@@ -23,6 +23,7 @@ from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.frozen_base import FrozenBaseConversion, plain_weight, why_not_frozen_base
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.linear_conversion import as_autocast_would, in_backward
+from trimtab.precision.outlier_channels import SuffersOutliers
 from trimtab.precision.quantizer_stats import ObservesQuantizers, stats_row
 from trimtab.precision.stored_copy import encode, encode_with_stats
 from trimtab.precision.units import Unit
@@ -95,7 +96,7 @@ class Int8Base:
         return Int8BaseConversion(self, model, plan_conversion(model, units, self.name, why_not_frozen_base))
 
 
-class Int8BaseConversion(ObservesQuantizers, FrozenBaseConversion):
+class Int8BaseConversion(SuffersOutliers, ObservesQuantizers, FrozenBaseConversion):
     """A model whose frozen layers multiply in int8; made by ``Int8Base.convert``.
 
     Args:
@@ -109,6 +110,7 @@ class Int8BaseConversion(ObservesQuantizers, FrozenBaseConversion):
         self._products: set[Products] = set()
         self._weights = WeightCopies(model, lambda layer: encode(plain_weight(layer), 8))
         super().__init__(model, planned)
+        self._unit_of = [layer.__dict__["_trimtab_switch"].index for layer in self.layers]
 
     @property
     def products(self) -> Products | None:
@@ -133,12 +135,15 @@ class Int8BaseConversion(ObservesQuantizers, FrozenBaseConversion):
         return output.to(x.dtype).reshape(*x.shape[:-1], weight_codes.shape[0])
 
     def low_weight(self, number: int, dtype: torch.dtype) -> Tensor:
-        """``Qw(W)``."""
-        return dequantized(*self._quantized_weight(number), dtype)
+        """``Qw(W)``; under outlier channels ``Qw(W / s) s``, so that the input gradient is that of ``x``."""
+        weight = dequantized(*self._quantized_weight(number), dtype)
+        outliers = self.outliers_of(self._unit_of[number])
+        return weight if outliers is None else outliers.enlarged(weight)
 
     def begin_step(self, step: int) -> None:
-        """Optimizer step ``step`` begins: micro-batches are counted anew, and weights looked at for changes."""
+        """Optimizer step ``step`` begins: outlier channels of the last end, and weights are looked at for changes."""
         super().begin_step(step)
+        self.heal()
         self._weights.begin_step()
 
     def undo(self) -> None:
@@ -151,9 +156,10 @@ class Int8BaseConversion(ObservesQuantizers, FrozenBaseConversion):
         """Keep what the low-cost path would have done to ``x``."""
         if self._stats is not None and self._shadow and not in_backward():
             x, _, _ = as_autocast_would(self.operators[index][0], x, keep_weight=True)
-            self._stats.note(index, stats_row(encode_with_stats(x.detach(), 8)[2]))
+            self._stats.note(index, stats_row(encode_with_stats(self._as_quantized(x.detach(), index), 8)[2]))
 
     def _activations(self, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        x = self._as_quantized(x, index)
         # A forward that is recomputed in backward has been seen before.
         if self._stats is None or in_backward():
             return encode(x, 8)
@@ -161,8 +167,16 @@ class Int8BaseConversion(ObservesQuantizers, FrozenBaseConversion):
         self._stats.note(index, stats_row(stats))
         return codes, scale
 
+    def _as_quantized(self, x: Tensor, index: int) -> Tensor:
+        """``x`` as the quantizer is to see it."""
+        outliers = self.outliers_of(index)
+        return x if outliers is None else outliers.enlarged(x)
+
     def _quantized_weight(self, number: int) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
+        outliers = self.outliers_of(self._unit_of[number])
+        if outliers is not None:
+            return encode(outliers.reduced(plain_weight(layer)), 8)
         return self._weights.get(layer) if self.recipe.cache_weights else self._weights.make(layer)
 
 

@@ -29,6 +29,7 @@ from trimtab.precision.linear_conversion import (
     input_size,
     look_up,
 )
+from trimtab.precision.outlier_channels import SuffersOutliers
 from trimtab.precision.quantized_experts import expert_weights, run_experts, why_not_experts
 from trimtab.precision.quantized_linear import QuantizedLinear
 from trimtab.precision.quantizer_stats import ObservesQuantizers, stats_row
@@ -97,7 +98,7 @@ class QuantizedGemm:
         return QuantizedGemmConversion(self, model, plan_conversion(model, units, self.name, _why_not))
 
 
-class QuantizedGemmConversion(ObservesQuantizers, LinearConversion):
+class QuantizedGemmConversion(SuffersOutliers, ObservesQuantizers, LinearConversion):
     """A model whose projections multiply quantized operands; made by ``QuantizedGemm.convert``.
 
     Args:
@@ -157,6 +158,11 @@ class QuantizedGemmConversion(ObservesQuantizers, LinearConversion):
                 return None
         return run_experts(module, hidden, chosen, shares, switch.key)
 
+    def begin_step(self, step: int) -> None:
+        """Optimizer step ``step`` begins: micro-batches are counted anew; outlier channels of the last end."""
+        super().begin_step(step)
+        self.heal()
+
     def units_of_experts(self, number: int) -> list[int | None]:
         """The unit of each expert of layer ``number``; None for one that is in no unit, and runs plainly."""
         return self._units_of_experts[number]
@@ -169,6 +175,9 @@ class QuantizedGemmConversion(ObservesQuantizers, LinearConversion):
         qx = None if index is None else self._note(x, index, active)
         if path is None:
             return F.linear(x, weight.to(x.dtype), bias)
+        outliers = self.outliers_of(index)
+        if outliers is not None:
+            x, weight = outliers.enlarged(x), outliers.reduced(weight)
         return forward_product(x, weight, bias, path, self._ran[active], qx)
 
     def gradient_products(
@@ -177,7 +186,13 @@ class QuantizedGemmConversion(ObservesQuantizers, LinearConversion):
         """The input's and the weight's gradient, each None where its other operand is."""
         path = self._path(index, active)
         if path is not None:
-            return gradient_products(grad, x, weight, path, self._ran[active])
+            outliers = self.outliers_of(index)
+            if outliers is None:
+                return gradient_products(grad, x, weight, path, self._ran[active])
+            x, weight = x if x is None else outliers.enlarged(x), weight if weight is None else outliers.reduced(weight)
+            grad_x, grad_weight = gradient_products(grad, x, weight, path, self._ran[active])
+            grad_x = grad_x if grad_x is None else outliers.enlarged(grad_x)
+            return grad_x, grad_weight if grad_weight is None else outliers.reduced(grad_weight)
         grad_x = None if weight is None else grad.mm(weight.to(grad.dtype))
         return grad_x, None if x is None else grad.t().mm(x)
 
@@ -191,7 +206,8 @@ class QuantizedGemmConversion(ObservesQuantizers, LinearConversion):
         # A forward that is recomputed in backward has been seen before.
         if self._stats is None or (active and not self._shadow) or in_backward():
             return None
-        qx, stats = quantized(x, self._low)
+        outliers = self.outliers_of(index)
+        qx, stats = quantized(x if outliers is None else outliers.enlarged(x), self._low)
         self._stats.note(index, stats_row(stats))
         return None if active else qx
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
+from trimtab.formats import channel_error
+from trimtab.formats.fake_quantization import evenly_spaced
 from trimtab.precision.compiled_copy import allow_dynamic_sizes, scopes_of, traced_linear
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import why_not_plain_linear
@@ -30,8 +32,8 @@ from trimtab.precision.linear_conversion import LinearConversion, Switch, as_aut
 from trimtab.precision.quantizer_stats import MOST_TOKENS, ObservesQuantizers, stats_row
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.shared_copy import SharedCopies
-from trimtab.precision.stored_copy import encode, encode_with_stats, stored_bytes_per_token
-from trimtab.precision.stored_linear import LinearFromStoredCopy
+from trimtab.precision.stored_copy import decode, encode, encode_with_stats, stored_bytes_per_token
+from trimtab.precision.stored_linear import LinearFromStoredCopy, corrupted
 from trimtab.precision.units import Unit
 
 __all__ = ["SavedActivations", "SavedActivationsConversion"]
@@ -128,7 +130,7 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         source = x
         x, weight, bias = as_autocast_would(module, x)
         if bits == 16:
-            self._note(index, bits, [], lambda: self._shared_low_row(source, x))
+            self._note(index, bits, x, [], lambda: self._shared_low_row(source, x))
             return None
         packed, scale = self.store(source, x, bits, index)
         # Reentrant checkpointing trains by this forward too, and the recomputed one is not looked at.
@@ -162,7 +164,10 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         return self.recipe.high_bits if self.is_active(index) else self.recipe.low_bits
 
     def corrupt(self, index: int, channels: Sequence[int], factor: float) -> None:
-        """Scale ``channels`` of the low-width copy that unit ``index`` reads by ``factor``, until the step ends."""
+        """Scale ``channels`` of the low-width copy that unit ``index`` reads by ``factor``, until the step ends.
+
+        Its channel error is then that of the scaled copy.
+        """
         device = self.units[index].parameters()[0].device
         self._corruptions[index] = (torch.tensor(list(channels), device=device), float(factor))
 
@@ -186,7 +191,7 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         packed, scale, *row = self._shared.get(
             source, x.dtype, bits, lambda: self._made(x, bits, index, self._micro_batch)
         )
-        self._note(index, bits, row, lambda: self._shared_low_row(source, x))
+        self._note(index, bits, x, row, lambda: self._shared_low_row(source, x))
         return packed, scale
 
     def encode(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
@@ -198,7 +203,7 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
     def observe_copy(self, index: int, bits: int, x: Tensor, row: list[Tensor]) -> None:
         """Compiled code has unit ``index`` read a copy of ``x``, its own or another's, that came with this ``row``."""
         if self._stats is not None:
-            self._note(index, bits, row, lambda: self._low_row(x))
+            self._note(index, bits, x, row, lambda: self._low_row(x))
 
     @torch.no_grad()
     def _made(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
@@ -217,14 +222,34 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         # No copy has this width.
         return self._shared.get(source, x.dtype, -1, lambda: self._low_row(x))
 
-    def _note(self, index: int, bits: int, row: list[Tensor], low_row: Callable[[], tuple[Tensor, ...]]) -> None:
-        """Keep the ``row`` that came with a copy of the low width, or what that width would have made of ``x``."""
+    @torch.no_grad()
+    def _row_as_read(self, x: Tensor, index: int) -> tuple[Tensor, ...]:
+        """What unit ``index``, whose low-width copy is corrupted, reads back against ``x``."""
+        bits = self.recipe.low_bits
+        packed, scale, stats = encode_with_stats(x.detach(), bits, None, MOST_TOKENS)
+        some, some_packed, some_scales = (evenly_spaced(t, MOST_TOKENS) for t in (x.detach(), packed, scale))
+        stored = decode(some_packed, some_scales, bits=bits, size=x.shape[-1], dtype=x.dtype)
+        corrupted(stored, self._corruptions[index])
+        return (stats_row(dataclasses.replace(stats, channel_error=channel_error(some, stored))),)
+
+    def _note(
+        self, index: int, bits: int, x: Tensor, row: list[Tensor], low_row: Callable[[], tuple[Tensor, ...]]
+    ) -> None:
+        """Keep the ``row`` that came with a copy of the low width, or what that width would have made of ``x``.
+
+        A corrupted copy is judged as the unit reads it. That is what an observer sees that reads the copy back as it
+        is stored, by the scale that backward will use: a scale that is wrong by then shows. One that goes wrong
+        between forward and backward shows to none, and is not what the corruption stands for.
+        """
         # A recomputed forward has been seen before.
         if self._stats is None or self.recipe.low_bits == 16 or in_backward():
             return
         if bits != self.recipe.low_bits and not self._shadow:
             return
-        self._stats.note(index, *(row or low_row()))
+        if index in self._corruptions:
+            self._stats.note(index, *self._row_as_read(x, index))
+        else:
+            self._stats.note(index, *(row or low_row()))
 
     def _noise(self, x: Tensor, index: int, micro_batch: int) -> Tensor | None:
         if self.recipe.rounding == "nearest":

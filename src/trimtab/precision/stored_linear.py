@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimtab.precision.stored_copy import decode
 
-__all__ = ["LinearFromStoredCopy", "conv1d"]
+__all__ = ["LinearFromStoredCopy", "conv1d", "corrupted"]
 
 
 class LinearFromStoredCopy(torch.autograd.Function):
@@ -56,14 +56,20 @@ class LinearFromStoredCopy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             stored = decode(packed, scale, bits=ctx.bits, size=ctx.size, dtype=ctx.dtype)
             if ctx.corruption is not None:
-                channels, factor = ctx.corruption
-                channels = channels.to(stored.device)  # a replica of nn.DataParallel lives on another
-                stored[..., channels] = stored[..., channels] * factor
+                corrupted(stored, ctx.corruption)
             stored = stored.reshape(-1, ctx.size)
             grad_weight = stored.t().mm(flat) if ctx.transposed else flat.t().mm(stored)
         if ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0) if ctx.fused_bias else grad.sum_to_size(grad.shape[-1])
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def corrupted(stored: Tensor, corruption: tuple[Tensor, float]) -> Tensor:
+    """``stored`` itself, with the channels of the corruption scaled by its factor."""
+    channels, factor = corruption
+    channels = channels.to(stored.device)  # a replica of nn.DataParallel lives on another
+    stored[..., channels] = stored[..., channels] * factor
+    return stored
 
 
 def _is_column_major(x: Tensor) -> bool:

@@ -28,6 +28,8 @@ class ReportSettings:
     """Records, or folders that are searched for records."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
     """The page; one of that name is written over."""
+    json: bool = False
+    """Print where the page is and a summary of each run as JSON for machines."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -52,6 +54,8 @@ class WatchSettings:
     """Print the present state and exit."""
     interval: float = 1.0
     """Seconds between two looks at the record."""
+    json: bool = False
+    """Print JSON for machines: a line for each look at which there was something new."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval) and self.interval >= 0.1):
@@ -93,6 +97,8 @@ class ReplaySettings:
     """A Delta above it is a risk."""
     error_limit: float | None = None
     """A channel error above it is a risk; 0 judges norms alone."""
+    error_history: Literal["absolute", "ema"] | None = None
+    """What error_limit holds: the error itself, or its ratio to the unit's own earlier errors."""
     window_steps: int | None = None
     """Recent GNMR values that Delta compares with."""
     lock_steps: int | None = None
@@ -123,7 +129,7 @@ class ReplaySettings:
     @property
     def changes(self) -> dict[str, Any]:
         """The settings of the policy that were given."""
-        names = ("alpha", "beta", "error_limit", "window_steps", "lock_steps", "max_active", "history")
+        names = ("alpha", "beta", "error_limit", "error_history", "window_steps", "lock_steps", "max_active", "history")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return given | ({"error_limit": None} if given.get("error_limit") == 0 else {})
 
