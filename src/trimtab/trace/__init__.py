@@ -8,6 +8,7 @@ Words:
     event: A fault, an alarm, a switch, a gap, at a step and a place.
     gap: Steps that could not be written, and are marked as lost.
     replay: The decisions of a policy, taken again from the recorded norms, channel errors and raised risks.
+    what-if: The decisions that other policies would have taken along a run, counted beside the recorded ones.
     reading: What a monitor read in a step, a value a place. Kept as float32.
 """
 
@@ -19,6 +20,7 @@ from trimtab.trace.schema import SCHEMA_VERSION, EventKind, record_path
 from trimtab.trace.segments import Segment
 from trimtab.trace.summary import RunSummary, summarize
 from trimtab.trace.table import StepTable
+from trimtab.trace.what_if import Outcome, Verification, WhatIf, recorded_policy, sweep, verify, what_if
 from trimtab.trace.writer import RunWriter
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Event",
     "EventKind",
+    "Outcome",
     "Replay",
     "Run",
     "RunSummary",
@@ -34,9 +37,15 @@ __all__ = [
     "StepRow",
     "StepTable",
     "UnitRow",
+    "Verification",
+    "WhatIf",
     "find_runs",
     "open_run",
     "record_path",
+    "recorded_policy",
     "replay",
     "summarize",
+    "sweep",
+    "verify",
+    "what_if",
 ]

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.control import ControllerLike, Policy, PolicyLike
-from trimtab.errors import ConfigError, TrimtabError, verbatim
+from trimtab.control import ControllerLike, PolicyLike
+from trimtab.errors import TrimtabError
+from trimtab.trace.fast_replay import start_replay
+from trimtab.trace.policies import build_again
 from trimtab.trace.reader import Run, open_run
 from trimtab.trace.segments import Segment
 from trimtab.trace.table import RawRow, StepTable, TableBuilder
@@ -46,7 +48,8 @@ def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) 
     Args:
         run: The record, opened or its path.
         policy: What decides. None: the recorded policy with the thresholds that were in force at each step; the
-            decisions are then exactly the recorded ones, whatever resumes lie between.
+            decisions are then exactly the recorded ones, whatever resumes lie between, for every policy of
+            ``trimtab.control``.
 
     Returns:
         The decisions, and notes on what the record could not tell.
@@ -56,6 +59,7 @@ def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) 
 
     Example:
         >>> import tempfile
+        >>> from trimtab.control import Policy
         >>> from trimtab.trace import RunWriter, StepRow, open_run
         >>> folder, policy = tempfile.mkdtemp(), Policy(max_active=1)
         >>> controller = policy.start(["q", "k"])
@@ -148,7 +152,7 @@ class _Player:
         self._units = tuple(unit.name for unit in segment.units)
         self._in_force = {}  # a new one: the thresholds of the segment before hold on to theirs
         policy = self._policy if self._policy is not None else self._recorded_policy(segment)
-        controller = policy.start(self._units, [unit.recoverable for unit in segment.units])
+        controller = start_replay(policy, self._units, [unit.recoverable for unit in segment.units])
         state = self._run.start_state(segment) if self._policy is None or before is None else None
         if state is None and before is not None:
             state = before.state_dict()
@@ -166,27 +170,14 @@ class _Player:
             self._last_step = segment.start_step
         self._controller = controller
 
-    def _recorded_policy(self, segment: Segment) -> Policy:
+    def _recorded_policy(self, segment: Segment) -> PolicyLike:
         """The policy of ``segment``, with the thresholds that its rows say were in force."""
-        settings = segment.config.get("policy")
-        remedy = "Pass replay a policy."
-        if not isinstance(settings, Mapping):
-            raise ConfigError("policy", settings, "the record's config holds no policy to build again.", remedy)
-        thresholds: dict[str, Any] = {}
-        try:
-            # A schedule that is a plain function is recorded as text only; the rows have what it gave.
-            policy = Policy.from_dict({**settings, "alpha": 1.0, "beta": 1.0})
-            for name in ("alpha", "beta"):
-                with_own = None if isinstance(settings.get(name), str) else Policy.from_dict({name: settings[name]})
-                own = 1.0 if with_own is None else getattr(with_own, name)
-                thresholds[name] = self._threshold(name, own)
-        except (TrimtabError, KeyError, TypeError) as error:
-            allowed = f"the recorded policy cannot be built again ({error})."
-            raise ConfigError("policy", verbatim("(recorded)"), allowed, remedy) from None
-        return dataclasses.replace(policy, **thresholds)
+        remedy = "Pass replay a policy, or name one on the command line: --preset robust, say."
+        return build_again(segment.config.get("policy"), self._threshold, remedy)
 
-    def _threshold(self, name: str, own: Any) -> Any:
+    def _threshold(self, name: str, recorded: Any) -> Any:
         in_force = self._in_force
+        own = 1.0 if isinstance(recorded, str) else recorded
         return lambda step: in_force[name] if name in in_force else own(step) if callable(own) else own
 
     def _note(self, note: str) -> None:

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from trimtab.control import Policy, PolicyLike
 from trimtab.control.theory import alpha_for_false_trigger_rate
-from trimtab.errors import ConfigError, MissingExtraError, TrimtabError, nearest_names, verbatim
+from trimtab.errors import ConfigError, MissingExtraError, nearest_names, verbatim
 from trimtab.trace.encoding import scalar_value
+from trimtab.trace.policies import build_again, score_settings
 from trimtab.trace.reader import Run, open_run
 from trimtab.trace.replay import _Player
 from trimtab.trace.segments import Segment
@@ -250,12 +251,14 @@ def what_if(run: Run | str | os.PathLike[str], policies: Mapping[str, PolicyLike
     )
 
 
-def sweep(run: Run | str | os.PathLike[str], grid: Mapping[str, Sequence[Any]], base: Policy | None = None) -> WhatIf:
+def sweep(
+    run: Run | str | os.PathLike[str], grid: Mapping[str, Sequence[Any]], base: PolicyLike | None = None
+) -> WhatIf:
     """``what_if`` for every combination of some settings' values.
 
     Args:
         run: The record, opened or its path.
-        grid: Values by the setting of ``Policy``.
+        grid: Values by the setting of the policy.
         base: The settings that are not swept. None: those of the recorded policy.
 
     Raises:
@@ -325,27 +328,30 @@ def verify(run: Run | str | os.PathLike[str]) -> Verification:
     )
 
 
-def recorded_policy(run: Run) -> Policy:
+def recorded_policy(run: Run) -> PolicyLike:
     """The policy of a run's last start; a threshold that was a plain function is what the rows say was in force.
 
     Raises:
-        ConfigError: The record holds no policy that can be built again.
+        ConfigError: The record holds no policy that can be built again: none at all, or one that is not of
+            ``trimtab.control``.
+
+    Example:
+        >>> import tempfile
+        >>> from trimtab.trace import RunWriter, open_run
+        >>> folder, policy = tempfile.mkdtemp(), Policy(max_active=2)
+        >>> RunWriter(folder, config={"policy": policy.to_dict()}, units=[{"name": "q"}]).close()
+        >>> with open_run(folder) as run:
+        ...     recorded_policy(run) == policy
+        True
     """
-    settings, remedy = run.config.get("policy"), "Name a preset, or pass a policy."
-    if not isinstance(settings, Mapping):
-        raise ConfigError("policy", settings, "the record's config holds no policy to build again.", remedy)
-    read = dict(settings)
-    for name in ("alpha", "beta"):
-        if isinstance(read.get(name), str):
-            read[name] = _InForce.of(run, name, read[name])
-    try:
-        return Policy.from_dict(read)
-    except (TrimtabError, TypeError) as error:
-        allowed = f"the recorded policy cannot be built again ({error})."
-        raise ConfigError("policy", verbatim("(recorded)"), allowed, remedy) from None
+
+    def threshold(name: str, recorded: Any) -> Any:
+        return _InForce.of(run, name, recorded) if isinstance(recorded, str) else recorded
+
+    return build_again(run.config.get("policy"), threshold, "Name a preset, or pass a policy.")
 
 
-def changed(policy: Policy, settings: Mapping[str, Any]) -> Policy:
+def changed(policy: PolicyLike, settings: Mapping[str, Any]) -> PolicyLike:
     """``policy`` with other settings.
 
     Raises:
@@ -356,8 +362,16 @@ def changed(policy: Policy, settings: Mapping[str, Any]) -> Policy:
         Traceback (most recent call last):
         trimtab.errors.ConfigError: max_activ=2: a policy has no such setting. Did you mean 'max_active'?
     """
-    Policy.from_dict(settings)
-    return replace(policy, **settings)
+    if isinstance(policy, Policy):
+        Policy.from_dict(settings)
+    else:
+        known = [item.name for item in fields(cast(Any, policy))]
+        for name in settings:
+            if name not in known:
+                kind = policy.to_dict().get("kind")
+                allowed = f"a policy of kind {kind!r} has no such setting; it has {', '.join(known)}."
+                raise ConfigError(name, settings[name], allowed, "Start from a preset: robust, say.")
+    return cast(PolicyLike, replace(cast(Any, policy), **settings))
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -385,7 +399,7 @@ def healthy_thresholds(run: Run, false_per_1000: float) -> HealthyThresholds:
         allowed = "every trigger of a healthy run is false, and in this one some are not."
         raise ConfigError("record", verbatim(f"({num_faults} faults)"), allowed, "Record a run without faults.")
     policy = run.config.get("policy")
-    from_step = policy.get("act_from_step", 0) if isinstance(policy, Mapping) else 0
+    from_step = score_settings(policy).get("act_from_step", 0) if isinstance(policy, Mapping) else 0
     scores, _ = run.fold(lambda: _Scores(from_step))
     gnmr, delta = (np.concatenate(some) if some else np.zeros(0, np.float32) for some in (scores.gnmr, scores.delta))
     if len(gnmr) * false_per_1000 < 2000:
