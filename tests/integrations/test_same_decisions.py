@@ -1,7 +1,8 @@
-"""One model, one order of data, four loops: the same norms, and so the same decisions."""
+"""One model, one order of data, many loops: the same norms, and so the same decisions."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ transformers = pytest.importorskip("transformers")
 # Nervous enough to switch units in a few healthy steps.
 NERVOUS = Policy(alpha=1.02, beta=1.02, window_steps=2, max_active=3, lock_steps=2)
 NUM_STEPS, BATCH, LR, CLIP = 8, 2, 3e-3, 0.3
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COLUMNS = ("step", "norms", "risk", "active", "lock", "grad_norm", "lr")
 
 
 def build() -> Any:
@@ -145,6 +148,46 @@ def test_every_loop_observes_and_decides_as_the_plain_one(loop, accumulate, tmp_
     assert expected.active.any()
     # Of lightning's module the model is a part.
     assert [n[n.index("layers") :] for n in found.units] == [n[n.index("layers") :] for n in expected.units]
-    for name in ("step", "norms", "risk", "active", "lock", "grad_norm", "lr"):
+    for name in COLUMNS:
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_functions_in_torchtitans_style_observe_and_decide_as_a_plain_loop(accumulate, tmp_path):
+    spec = importlib.util.spec_from_file_location("torchtitan_like", EXAMPLES / "torchtitan_like.py")
+    example: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    # The example's model gives logits for bytes.
+    tokens = torch.stack(rows(accumulate)).split(BATCH)
+    steps = [tokens[i : i + accumulate] for i in range(0, len(tokens), accumulate)]
+
+    def started(folder: Path) -> Any:
+        model = example.parallelize(example.build_model(torch.device("cpu")), None, compile_blocks=False)
+        optimizer, scheduler = example.build_optimizers(model, NUM_STEPS)
+        guard = trimtab.attach(model, SavedActivations(), policy=NERVOUS, record=folder)
+        return model, optimizer, scheduler, guard
+
+    model, optimizer, scheduler, guard = started(tmp_path / "functions")
+    with guard:
+        for micro_batches in steps:
+            example.train_step(model, micro_batches, guard, optimizer)
+            scheduler.step()
+    model, optimizer, scheduler, guard = started(tmp_path / "plain")
+    with guard:
+        for micro_batches in steps:
+            for batch in micro_batches:
+                logits = model(batch[:, :-1]).flatten(0, 1)
+                (torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten()) / accumulate).backward()
+            guard.step(max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    with open_run(tmp_path / "plain") as one, open_run(tmp_path / "functions") as other:
+        expected, found = one.steps(), other.steps()
+        assert replay(other).num_different == 0
+    assert expected.active.any()
+    assert np.isfinite(found.loss).all()  # told, where the plain loop's model has none to find
+    assert found.units == expected.units
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from trimtab.monitors.backward_norms import has_backward_hooks
 from trimtab.monitors.optimizers import OptimizerWatch
 
 __all__ = ["Cadence"]
@@ -25,7 +26,13 @@ _NEVER = (
 )
 _NO_GRADIENT = (
     "guard.step was called twice and found no gradient, so it watches nothing. It belongs between backward and "
-    "optimizer.step(), before gradients are cleared; an optimizer that steps inside backward leaves none to read."
+    "optimizer.step(), before gradients are cleared; an optimizer that steps inside backward leaves none to read: "
+    "attach with optimizer_in_backward=True then."
+)
+_IN_BACKWARD = (
+    "guard.step found no gradient, and hooks on the parameters that run when one has come in: an optimizer that steps "
+    "inside backward leaves none to read, so nothing is watched. Attach with optimizer_in_backward=True, and the norms "
+    "are taken before those hooks run."
 )
 _TOO_LATE = (
     "guard.step was called after optimizer.step() on gradients that were used already, so it clips nothing and decides "
@@ -56,6 +63,8 @@ class Cadence:
         steps, self._optimizer_steps_at_call = self._optimizer_steps_at_call, self._watch.num_steps
         if sample is None or sample.grad is None:
             self._calls_without_gradient += 1
+            if has_backward_hooks(parameters):
+                return _IN_BACKWARD
             # Once may be an odd step; a loop that has it wrong has it wrong each time.
             return _NO_GRADIENT if self._calls_without_gradient == 2 else None
         self._calls_without_gradient = 0
@@ -75,11 +84,13 @@ class Cadence:
         """Asked after an optimizer step; returns what is wrong, or None."""
         grad = next((p.grad for p in parameters if p.grad is not None), None)
         self._used = None if grad is None else (weakref.ref(grad), grad._version)
-        if self._calls == 0 and self._watch.num_steps == _MANY_STEPS:
+        # Where each parameter has an optimizer of its own, all of them step in one step of the loop.
+        if self._calls == 0 and self._watch.num_steps >= _MANY_STEPS * self._watch.num_optimizers:
             return _NEVER.format(num_steps=_MANY_STEPS)
         return None
 
     def on_end(self) -> str | None:
         """Asked when watching ends; returns what was wrong, or None."""
-        num_steps = self._watch.num_steps
-        return _NEVER.format(num_steps=num_steps) if self._calls == 0 and num_steps > 0 else None
+        if self._calls or not self._watch.num_steps:
+            return None
+        return _NEVER.format(num_steps=-(-self._watch.num_steps // self._watch.num_optimizers))

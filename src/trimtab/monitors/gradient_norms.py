@@ -23,7 +23,7 @@ from trimtab.monitors.sharded import clip_through_torch, row_norms, rows_held_he
 from trimtab.precision.convertible import is_dtensor
 from trimtab.precision.units import Unit
 
-__all__ = ["GradientNorms", "NormReading"]
+__all__ = ["GradientNorms", "NormReading", "norms_of"]
 
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -133,7 +133,7 @@ class GradientNorms:
             for g in tensors
         )
         stacked = self._stacked_among(indices)
-        return NormReading(indices, _norms_of(tensors, plain, stacked), plain)
+        return NormReading(indices, norms_of(tensors, plain, stacked), plain)
 
     def _stacked_among(self, indices: Sequence[int]) -> list[int]:
         """Where in ``indices`` the stacked parameters with watched experts are."""
@@ -175,6 +175,9 @@ class GradientNorms:
         rows = self._row_parameter[self._row_owner == unit]
         return np.unique(np.concatenate([np.nonzero(self._owner == unit)[0], rows])).tolist()
 
+    def stop(self) -> None:
+        """Leave nothing on the model; nothing is there."""
+
     @torch.no_grad()
     def damp(self, reading: NormReading, scale: np.ndarray) -> None:
         """Multiply the gradients of each unit by ``scale`` (0 removes them, whatever they hold) and renew their norms.
@@ -192,7 +195,7 @@ class GradientNorms:
             if p in place:
                 grad = self._grad(p)
                 _scale(grad, float(factors[self._owner[p]]))
-                reading.norms[place[p]] = _norms_of([grad], reading.plain)[0]
+                reading.norms[place[p]] = norms_of([grad], reading.plain)[0]
         row_factors = factors[self._row_owner]
         for p in np.unique(self._row_parameter[row_factors != 1.0]).tolist():
             if p in place:
@@ -204,7 +207,7 @@ class GradientNorms:
                 for row in np.nonzero(of_rows != 1.0)[0].tolist():
                     if row in held:
                         _scale(local[held[row]], float(of_rows[row]))
-                renewed = _norms_of([grad], reading.plain, [0])
+                renewed = norms_of([grad], reading.plain, [0])
                 reading.norms[place[p]] = renewed[0]
                 reading.norms[first_row[p] : first_row[p] + len(of_rows)] = renewed[1:]
 
@@ -260,8 +263,18 @@ def _scale(grad: Tensor, factor: float) -> None:
     grad.zero_() if factor == 0.0 else grad.mul_(factor)
 
 
-def _norms_of(tensors: list[Tensor], plain: bool, stacked: Sequence[int] = ()) -> Tensor:
-    """The norms of ``tensors`` in their order, then those of the rows of each that is ``stacked``."""
+def norms_of(tensors: list[Tensor], plain: bool, stacked: Sequence[int] = ()) -> Tensor:
+    """The norms of ``tensors`` in their order, then those of the rows of each that is ``stacked``.
+
+    Args:
+        tensors: Gradients, at least one.
+        plain: Whether all of them are dense float32 on one device.
+        stacked: Positions of those whose rows' norms are wanted too.
+
+    Example:
+        >>> norms_of([torch.tensor([[3.0, 4.0], [0.0, 12.0]])], plain=True, stacked=[0]).tolist()
+        [13.0, 5.0, 12.0]
+    """
     if not plain and any(is_dtensor(g) for g in tensors):
         return sharded_norms(tensors, stacked)
     norms = _stacked_norms(tensors, plain)

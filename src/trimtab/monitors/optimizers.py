@@ -60,6 +60,11 @@ class OptimizerWatch:
             if self.on_step is not None:
                 self.on_step()
 
+    @property
+    def num_optimizers(self) -> int:
+        """Optimizers of the model that are known so far, at least 1."""
+        return max(1, len(self._ours))
+
     def is_ours(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps a parameter of the model."""
         if optimizer not in self._ours:
