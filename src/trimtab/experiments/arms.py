@@ -9,20 +9,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import trimtab
-from trimtab.control import MatchedRandom, Policy, PolicyLike, robust
+from trimtab.control import Decision, MatchedRandom, Policy, PolicyLike, robust
 from trimtab.experiments.exercise import Exercise
 from trimtab.experiments.recipes import make_recipe
 from trimtab.experiments.text import Corpus, TextBatches, validation_batches
-from trimtab.faults import StoredCopyBurst, StoredCopyFaults
+from trimtab.faults import Fault, StoredCopyBurst, StoredCopyFaults
+from trimtab.guard import Guard
 from trimtab.precision import Recipe, find_units, measure_saved_bytes
 
-__all__ = ["ARMS", "Arm", "ArmResult", "TrainingPlan", "build_model", "run_arm"]
+__all__ = ["ARMS", "Arm", "ArmResult", "Trained", "TrainingPlan", "build_model", "catches", "run_arm", "train_arm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class TrainingPlan:
         done = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
         return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
-    def policy(self, *, max_active: int | None = None, damping: bool = False) -> Policy:
+    def policy(self, *, max_active: int | float | None = None, damping: bool = False) -> Policy:
         """The ``robust`` preset, with its waiting times shortened where the run itself is very short."""
         burn_in = min(20, max(1, round(0.08 * self.num_steps)))
         act_from = min(40, max(1, round(0.16 * self.num_steps)))
@@ -204,6 +206,127 @@ def run_arm(
     """
     began = time.perf_counter()
     model = build_model(plan, corpus.vocab_size) if make_model is None else make_model()
+    faults = list(bursts) if arm.faults else []
+    trained = train_arm(
+        model,
+        arm.recipe(),
+        arm.policy(plan, counts),
+        plan,
+        corpus,
+        faults=[StoredCopyFaults(faults)] if faults else [],
+        record=record,
+        recovers_always=arm.recovers_always,
+        exercise_every=arm.exercise_every,
+        on_step=on_step,
+    )
+    val_loss, routed = trained.val_loss, trained.routed
+    caught, latencies = catches(faults, routed, trained.units, plan.num_steps)
+    entered = routed[1:] & ~routed[:-1]
+    return ArmResult(
+        name=arm.name,
+        title=arm.title,
+        val_loss=val_loss,
+        val_nats_per_byte=val_loss / corpus.bytes_per_token,
+        val_perplexity=math.exp(min(val_loss, 700.0)),
+        final_train_loss=trained.final_train_loss,
+        recovered_share=float(routed[1:].mean()),
+        switches=int(entered.sum()),
+        damped_unit_steps=trained.num_damped,
+        num_faults=len([b for b in faults if b.start_step <= plan.num_steps]),
+        faults_caught=caught,
+        mean_latency_steps=float(np.mean(latencies)) if latencies else None,
+        projection_saved_bytes=trained.projection_saved_bytes,
+        model_saved_bytes=trained.model_saved_bytes,
+        step_seconds=trained.median_step_seconds,
+        active_counts=trained.active_counts,
+        seconds=time.perf_counter() - began,
+        units_forced=trained.units_forced,
+        units_seen_on_recovery_path=trained.units_seen_on_recovery_path,
+    )
+
+
+@dataclass(slots=True)
+class Trained:
+    """What one training left behind, step by step. T: steps, U: units."""
+
+    units: tuple[str, ...]
+    """Names of the watched units."""
+    recoverable: tuple[bool, ...]
+    """Which of them the recipe can switch. (U,)"""
+    losses: list[float]
+    """Training loss of each step, in nats a token. (T,)"""
+    step_seconds: list[float]
+    """Of each step whose bytes were not counted."""
+    saved_bytes: list[tuple[int, int]]
+    """Bytes kept for backward by the projections and by the whole model, of the others."""
+    active_counts: list[int]
+    """Units that each step's decision put on the recovery path. (T,)"""
+    routed: np.ndarray
+    """Which units were on the recovery path: row t in step t, row 0 is empty. bool, (T + 1, U)"""
+    num_damped: int
+    """Unit-steps whose gradient was scaled down."""
+    units_forced: int = 0
+    """Unit-steps in which the switch was exercised."""
+    units_seen_on_recovery_path: int = 0
+    """Those of them in which that had an effect."""
+    val_loss: float = float("nan")
+    """Nats per token on held-out text, without the guard."""
+
+    @property
+    def final_train_loss(self) -> float:
+        """Mean of the last ten steps."""
+        return float(np.mean(self.losses[-10:]))
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Median time of a step; NaN where none was timed."""
+        return float(np.median(self.step_seconds)) if self.step_seconds else float("nan")
+
+    @property
+    def projection_saved_bytes(self) -> int:
+        """Bytes that the projections keep for backward, averaged over the run."""
+        return int(np.mean([kept[0] for kept in self.saved_bytes])) if self.saved_bytes else 0
+
+    @property
+    def model_saved_bytes(self) -> int:
+        """Bytes that the whole model keeps for backward, likewise."""
+        return int(np.mean([kept[1] for kept in self.saved_bytes])) if self.saved_bytes else 0
+
+
+def train_arm(
+    model: nn.Module,
+    recipe: Recipe | None,
+    policy: PolicyLike,
+    plan: TrainingPlan,
+    corpus: Corpus,
+    *,
+    faults: Sequence[Fault] = (),
+    record: Path | None = None,
+    recovers_always: bool = False,
+    exercise_every: int = 0,
+    before_step: Callable[[int, Guard, Tensor], None] | None = None,
+    on_decision: Callable[[int, Decision], None] | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> Trained:
+    """Train a model under a guard, and measure it on held-out text without one: the loop of every arm.
+
+    Args:
+        model: The model; trained in place.
+        recipe: Its recipe, if any.
+        policy: Its policy.
+        plan: The schedule.
+        corpus: The text.
+        faults: What is injected.
+        record: Where the run record goes.
+        recovers_always: Whether every unit is put on the recovery path by hand in every step.
+        exercise_every: Steps from one exercise of the switch to the next; 0 never exercises it.
+        before_step: Called with the step, the guard and the step's batch before its forward; it may route by hand. Its
+            time is not counted.
+        on_decision: Called with the step and its decision; only where there is a recipe.
+        on_step: Called with the step and the loss after each step.
+
+    Returns: What it left behind.
+    """
     units = find_units(model)
     batches = TextBatches(corpus.train, plan.batch, plan.sequence, plan.seed)
     optimizer = torch.optim.AdamW(
@@ -212,32 +335,42 @@ def run_arm(
         betas=(0.9, 0.95),
         weight_decay=plan.weight_decay,
     )
-    guard = trimtab.attach(model, arm.recipe(), policy=arm.policy(plan, counts), record=record)
-    exercise = Exercise(guard, arm.exercise_every) if arm.exercise_every else None
-    faults = list(bursts) if arm.faults else []
-    times, losses, active_counts, saved = [], [], [], []
-    routed = np.zeros((plan.num_steps + 2, len(guard.units)), dtype=bool)
-    damped = 0
+    guard = trimtab.attach(model, recipe, policy=policy, record=record)
+    exercise = Exercise(guard, exercise_every) if exercise_every else None
+    switchable = set() if guard.conversion is None else {unit.name for unit in guard.conversion.units}
+    trained = Trained(
+        units=guard.units,
+        recoverable=tuple(name in switchable for name in guard.units),
+        losses=[],
+        step_seconds=[],
+        saved_bytes=[],
+        active_counts=[],
+        routed=np.zeros((plan.num_steps + 2, len(guard.units)), dtype=bool),
+        num_damped=0,
+    )
+    routed = trained.routed
     with guard:
-        if faults:
-            guard.inject(StoredCopyFaults(faults))
+        for fault in faults:
+            guard.inject(fault)
         for step in range(1, plan.num_steps + 1):
             batch = batches[step]
             for group in optimizer.param_groups:
                 group["lr"] = plan.learning_rate_at(step)
             # Counting bytes costs time, so the steps that are counted are left out of the step time.
             counted = step % 10 == 5
+            if before_step is not None:
+                before_step(step, guard, batch)
             start = time.perf_counter()
-            if arm.recovers_always and guard.conversion is not None:
+            if recovers_always and guard.conversion is not None:
                 guard.route([unit.name for unit in guard.conversion.units])
             if exercise is not None:
                 exercise.begin_step(step)
-            if arm.recovers_always or exercise is not None:
+            if recovers_always or exercise is not None or before_step is not None:
                 routed[step] = [unit in guard.active for unit in guard.units]
             if counted:
                 with measure_saved_bytes(model, units) as bytes_kept:
                     loss = model(input_ids=batch, labels=batch).loss
-                saved.append((bytes_kept.units, bytes_kept.model))
+                trained.saved_bytes.append((bytes_kept.units, bytes_kept.model))
             else:
                 loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
@@ -247,46 +380,51 @@ def run_arm(
             if exercise is not None:
                 exercise.end_step(step)
             if not counted:
-                times.append(time.perf_counter() - start)
-            losses.append(float(loss.detach()))
+                trained.step_seconds.append(time.perf_counter() - start)
+            trained.losses.append(float(loss.detach()))
             if guard.conversion is not None:
                 routed[step + 1] = decision.active
-                active_counts.append(int(decision.active.sum()))
+                trained.active_counts.append(int(decision.active.sum()))
                 if getattr(guard.policy, "damping", False):
-                    damped += int((decision.scale != 1.0).sum())
+                    trained.num_damped += int((decision.scale != 1.0).sum())
+                if on_decision is not None:
+                    on_decision(step, decision)
             if on_step is not None:
-                on_step(step, losses[-1])
-    val_loss = _validation_loss(model, corpus, plan)
-    routed = routed[: plan.num_steps + 1]
-    caught, latencies = _catches(faults, routed, guard.units, plan.num_steps)
-    entered = routed[1:] & ~routed[:-1]
-    return ArmResult(
-        name=arm.name,
-        title=arm.title,
-        val_loss=val_loss,
-        val_nats_per_byte=val_loss / corpus.bytes_per_token,
-        val_perplexity=math.exp(min(val_loss, 700.0)),
-        final_train_loss=float(np.mean(losses[-10:])),
-        recovered_share=float(routed[1:].mean()),
-        switches=int(entered.sum()),
-        damped_unit_steps=damped,
-        num_faults=len([b for b in faults if b.start_step <= plan.num_steps]),
-        faults_caught=caught,
-        mean_latency_steps=float(np.mean(latencies)) if latencies else None,
-        projection_saved_bytes=int(np.mean([s[0] for s in saved])) if saved else 0,
-        model_saved_bytes=int(np.mean([s[1] for s in saved])) if saved else 0,
-        step_seconds=float(np.median(times)) if times else float("nan"),
-        active_counts=active_counts,
-        seconds=time.perf_counter() - began,
-        units_forced=0 if exercise is None else exercise.num_forced,
-        units_seen_on_recovery_path=0 if exercise is None else exercise.num_seen,
-    )
+                on_step(step, trained.losses[-1])
+    if exercise is not None:
+        trained.units_forced, trained.units_seen_on_recovery_path = exercise.num_forced, exercise.num_seen
+    trained.val_loss = _validation_loss(model, corpus, plan)
+    trained.routed = routed[: plan.num_steps + 1]
+    return trained
 
 
-def _catches(
-    bursts: Sequence[StoredCopyBurst], routed: np.ndarray, units: Sequence[str], num_steps: int
+class _Burst(Protocol):
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def start_step(self) -> int: ...
+
+    @property
+    def end_step(self) -> int: ...
+
+
+def catches(
+    bursts: Sequence[_Burst], routed: np.ndarray, units: Sequence[str], num_steps: int
 ) -> tuple[int, list[int]]:
-    """How many bursts had their unit on the recovery path while they lasted, and how long after their start it came."""
+    """How many bursts had their unit on the recovery path while they lasted, and how long after their start it came.
+
+    Args:
+        bursts: The faults; each has a ``unit``, a ``start_step`` and an ``end_step``.
+        routed: As in ``Trained``.
+        units: The units of its columns.
+        num_steps: Steps of the run.
+
+    Example:
+        >>> burst = StoredCopyBurst(unit="q", start_step=2, num_steps=3, factor=100.0)
+        >>> catches([burst], np.array([[False], [False], [False], [True], [True]]), ["q"], num_steps=4)
+        (1, [1])
+    """
     latencies = []
     for burst in bursts:
         during = routed[burst.start_step : min(burst.end_step, num_steps + 1), units.index(burst.unit)]
@@ -298,11 +436,13 @@ def _catches(
 @torch.no_grad()
 def _validation_loss(model: nn.Module, corpus: Corpus, plan: TrainingPlan) -> float:
     model.eval()
+    # A mixture's balancing loss is no part of what is measured.
+    plain = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     total, count = 0.0, 0
     for batch in validation_batches(
         corpus.validation, batch=64, sequence=plan.sequence, num_sequences=plan.num_validation
     ):
-        total += float(model(input_ids=batch, labels=batch).loss) * len(batch)
+        total += float(model(input_ids=batch, labels=batch, **plain).loss) * len(batch)
         count += len(batch)
     model.train()
     return total / count

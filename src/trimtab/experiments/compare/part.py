@@ -1,0 +1,334 @@
+"""Runs one part: an arm on a seed, or the base of a seed. A finished part is not run again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab._version import __version__
+from trimtab.control import Decision
+from trimtab.control.theory import capture, oracle_set
+from trimtab.errors import TrimtabWarning
+from trimtab.experiments.arms import Trained, catches, train_arm
+from trimtab.experiments.compare.arms import ArmName, read_arm
+from trimtab.experiments.compare.comparison import Comparison
+from trimtab.experiments.compare.faults import PlannedFaults, plan_faults
+from trimtab.experiments.compare.measures import (
+    detection,
+    fault_steps,
+    full_share,
+    reason_counts,
+    switches,
+    trigger_rate,
+)
+from trimtab.experiments.compare.models import earlier_and_later, model_maker, pretrain_base, switchable_units
+from trimtab.experiments.console import single_thread
+from trimtab.experiments.faults.run import corpus_digest
+from trimtab.experiments.recipes import make_recipe
+from trimtab.experiments.settings import write_whole
+from trimtab.experiments.text import Corpus
+from trimtab.guard import Guard
+from trimtab.precision.recovery_gap import measure_recovery_gaps
+
+__all__ = ["BASE", "Part", "record_of", "run_part"]
+
+BASE = "base"
+"""The part that trains the base that the arms of a seed put adapters on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One piece of a comparison.
+
+    Args:
+        comparison: Of which.
+        arm: The arm as written, or ``BASE``.
+        seed: Of its weights, data order and faults.
+        data: Text files.
+    """
+
+    comparison: Comparison
+    arm: str
+    seed: int
+    data: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The part in one word."""
+        return f"{self.arm}-seed{self.seed}"
+
+
+def run_part(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
+    """Run a part, unless it is finished with the same settings and text. Those that it needs have to be finished.
+
+    Args:
+        part: Which.
+        corpus: The text, whole.
+        folder: Of the comparison.
+
+    Returns: Its figures.
+    """
+    if part.comparison.model == "lora":
+        earlier, later = earlier_and_later(part.data, part.comparison.plan.sequence)
+        corpus = earlier if part.arm == BASE else later
+    identity = _identity(part, corpus)
+    found = _finished(part, identity, folder)
+    if found is not None:
+        return found
+    record = record_of(part, folder)
+    # What an unfinished start has left would be rows of another run.
+    shutil.rmtree(record, ignore_errors=True)
+    with single_thread(), _heard() as said:
+        figures = _train_base(part, corpus, folder) if part.arm == BASE else _train(part, corpus, folder)
+    figures["warnings"] = list(dict.fromkeys(said))
+    path = _part_path(part, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, {"identity": identity, "figures": figures})
+    # Read back, so that a part that was finished before is the same to the letter.
+    return _read(path)["figures"]
+
+
+def record_of(part: Part, folder: Path) -> Path:
+    """Where the run record of a part is."""
+    return folder / "records" / f"seed{part.seed}" / _file_name(part.arm)
+
+
+def _train_base(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    loss = pretrain_base(part.comparison.plan_of(part.seed), corpus, _base_path(part, folder))
+    return {"val_loss": loss, "seconds": time.perf_counter() - began}
+
+
+def _train(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    comparison, arm = part.comparison, read_arm(part.arm)
+    plan = comparison.plan_of(part.seed)
+    make_model = model_maker(comparison.model, plan, corpus, _base_path(part, folder))
+    # Before the model that is trained: where the faults fall is the same for every arm.
+    recipe: Any = make_recipe(comparison.recipe, **comparison.recipe_settings)
+    units = switchable_units(make_model(), recipe)
+    planned = plan_faults(comparison, units, part.seed) if arm.kind.has_faults else PlannedFaults()
+    policy = comparison.policy(arm, part.seed, units=units, counts=_counts(part, arm, folder))
+    watch = _Watch(comparison, arm, planned, arm.budget(comparison.max_active, len(units)))
+    model = make_model()
+    trained = train_arm(
+        model,
+        recipe if arm.kind.is_quantized else None,
+        policy,
+        plan,
+        corpus,
+        faults=planned.faults,
+        record=record_of(part, folder),
+        recovers_always=arm.kind.route == "all",
+        before_step=watch.before_step if arm.kind.is_quantized and comparison.gaps_every else None,
+        on_decision=watch.on_decision,
+    )
+    return {
+        "title": arm.title,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_units": len(units),
+        **_cost_and_loss(trained, corpus),
+        **watch.figures(trained, policy),
+        "seconds": time.perf_counter() - began,
+        "train_losses": trained.losses,
+        "active_counts": trained.active_counts,
+        "routed_counts": trained.routed[1:].sum(axis=1).tolist(),
+        "faults": [dict(one) for one in planned.settings],
+    }
+
+
+class _Watch:
+    """What a part's decisions and gaps are while it trains, and what they amount to.
+
+    Args:
+        comparison: Of which.
+        arm: The arm.
+        planned: The faults that fall on it.
+        budget: The most units that it may have on the recovery path.
+    """
+
+    def __init__(self, comparison: Comparison, arm: ArmName, planned: PlannedFaults, budget: int) -> None:
+        self.comparison, self.arm, self.planned, self.budget = comparison, arm, planned, budget
+        self._rows: dict[str, list[np.ndarray]] = {"gnmr": [], "risk": [], "reason": []}
+        self._gaps: dict[int, dict[str, float]] = {}
+        self._held: list[str] = []
+
+    def before_step(self, step: int, guard: Guard, batch: Tensor) -> None:
+        """Measure the gaps where they are due, of this very step's batch under its faults; the oracle goes by them."""
+        if (step - 1) % self.comparison.gaps_every == 0:
+            model = guard.model
+
+            def loss_of(_: int) -> Tensor:
+                # Measuring begins the step anew, and what the faults did to stored copies ends with that.
+                for fault in self.planned.faults:
+                    fault.begin_step(step, guard.conversion)
+                return model(input_ids=batch, labels=batch).loss
+
+            rate = self.comparison.plan.learning_rate_at(step)
+            found = measure_recovery_gaps(model, guard, loss_of, eta=rate)
+            self._gaps[step] = {name: one.gap if math.isfinite(one.gap) else math.nan for name, one in found.items()}
+            if self.arm.kind.route == "oracle":
+                names, values = list(self._gaps[step]), list(self._gaps[step].values())
+                chosen = oracle_set(values, self.budget)
+                self._held = [name for name, one in zip(names, chosen.tolist(), strict=True) if one]
+        if self.arm.kind.route == "oracle":
+            guard.route(self._held)
+
+    def on_decision(self, step: int, decision: Decision) -> None:
+        """Keep what the decision says."""
+        for name, rows in self._rows.items():
+            rows.append(np.array(getattr(decision, name)))
+
+    def figures(self, trained: Trained, policy: Any) -> dict[str, Any]:
+        """What the decisions amount to. A model that is not quantized has none."""
+        routed = trained.routed[1:][:, list(trained.recoverable)]
+        if not self.arm.kind.is_quantized:
+            return dict.fromkeys(_OF_DECISIONS)
+        names = [name for name, can in zip(trained.units, trained.recoverable, strict=True) if can]
+        gnmr, risk, reason = (np.array(rows) for rows in self._rows.values())
+        scores = getattr(policy, "scores", policy)
+        num_steps, windows = len(routed), self.planned.windows
+        caught, latencies = catches(windows, trained.routed, trained.units, num_steps)
+        faulty = fault_steps(windows, names, num_steps, after=1)
+        found = detection(
+            risk, windows, trained.units, act_from_step=scores.act_from_step, window_steps=scores.window_steps
+        )
+        reasons = reason_counts(reason) if reason.dtype != object else {}
+        return {
+            "budget": self.budget,
+            "most_active": int(routed.sum(axis=1).max()),
+            "recovered_share": float(routed.mean()),
+            "switches": switches(routed),
+            "promotion_ratio": switches(routed) / routed.size,
+            "trigger_rate": trigger_rate(gnmr, risk),
+            "full_share": full_share(routed, self.budget) if self.arm.kind.has_budget else None,
+            "damped_unit_steps": trained.num_damped,
+            "num_faults": sum(window.start_step <= num_steps for window in windows),
+            "faults_caught": caught,
+            "mean_latency_steps": float(np.mean(latencies)) if latencies else None,
+            "faulty_recovered_share": float(routed[faulty].mean()) if faulty.any() else None,
+            **found,
+            "reasons": reasons,
+            "capture": self._capture(trained),
+        }
+
+    def _capture(self, trained: Trained) -> float | None:
+        """Of the gaps measured, those of units that were on the recovery path, over the most that the budget allows."""
+        if not self._gaps or self.arm.kind.route == "all":
+            return None
+        steps = sorted(self._gaps)
+        names = [name for name, can in zip(trained.units, trained.recoverable, strict=True) if can]
+        gaps = np.array([[self._gaps[step].get(name, math.nan) for name in names] for step in steps])
+        budget = self.budget or read_arm("oracle").budget(self.comparison.max_active, len(names))
+        active = trained.routed[steps][:, list(trained.recoverable)]
+        return capture(gaps, active, budget).of_run
+
+
+_OF_DECISIONS = (
+    "budget",
+    "most_active",
+    "recovered_share",
+    "switches",
+    "promotion_ratio",
+    "trigger_rate",
+    "full_share",
+    "damped_unit_steps",
+    "num_faults",
+    "faults_caught",
+    "mean_latency_steps",
+    "faulty_recovered_share",
+    "recall",
+    "precision",
+    "faulty_unit_steps",
+    "faulty_and_flagged",
+    "flagged_unit_steps",
+    "flagged_in_fault",
+    "reasons",
+    "capture",
+)
+
+
+def _cost_and_loss(trained: Trained, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "val_loss": trained.val_loss,
+        "val_nats_per_byte": trained.val_loss / corpus.bytes_per_token,
+        "bytes_per_token": corpus.bytes_per_token,
+        "val_perplexity": math.exp(min(trained.val_loss, 700.0)),
+        "final_train_loss": trained.final_train_loss,
+        "projection_saved_bytes": trained.projection_saved_bytes,
+        "model_saved_bytes": trained.model_saved_bytes,
+        "step_seconds": trained.median_step_seconds,
+    }
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What trimtab warns of inside: for the summary, once, and not between the bars of the progress."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TrimtabWarning)
+        yield said
+    for one in caught:
+        if issubclass(one.category, TrimtabWarning):
+            said.append(str(one.message))
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+def _counts(part: Part, arm: ArmName, folder: Path) -> tuple[int, ...]:
+    """Active units after each step of the arm that this one matches, which has ended."""
+    if arm.reference is None:
+        return ()
+    reference = Part(comparison=part.comparison, arm=arm.reference, seed=part.seed, data=part.data)
+    return tuple(_read(_part_path(reference, folder))["figures"]["active_counts"])
+
+
+def _finished(part: Part, identity: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """The figures of a part that is finished with these settings; None where it has to be run."""
+    path = _part_path(part, folder)
+    if not path.exists() or (part.arm == BASE and not _base_path(part, folder).exists()):
+        return None
+    try:
+        found = _read(path)
+    except ValueError:
+        return None
+    return found["figures"] if found.get("identity") == identity else None
+
+
+def _identity(part: Part, corpus: Corpus) -> dict[str, Any]:
+    """All that the figures of a part depend on; JSON-able."""
+    packages = ("transformers", "peft") if part.comparison.model == "lora" else ("transformers",)
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions |= {"trimtab": __version__, "torch": torch.__version__}
+    text = {"text_sha256": corpus_digest(corpus)}
+    return {**part.comparison.identity(), "arm": part.arm, "seed": part.seed, **text, "versions": versions}
+
+
+def _part_path(part: Part, folder: Path) -> Path:
+    return folder / "parts" / f"{_file_name(part.name)}.json"
+
+
+def _base_path(part: Part, folder: Path) -> Path:
+    return folder / "bases" / f"seed{part.seed}.pt"
+
+
+def _file_name(text: str) -> str:
+    """The text as a file may be called anywhere."""
+    return "".join(c if c.isalnum() or c in "-._@=" else "+" for c in text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
