@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import trimtab
 from trimtab.control import Controller, Policy
 from trimtab.errors import ConfigError, TrimtabWarning
-from trimtab.monitors import Above, AlarmRule, BaseMonitor, PeakDrop, RaiseRisk, StopTraining
+from trimtab.monitors import Above, Alarm, AlarmRule, BaseMonitor, PeakDrop, RaiseRisk, StopTraining, calibrate
 from trimtab.monitors.host_copy import HostCopy
 from trimtab.precision import SavedActivations
-from trimtab.trace import open_run, replay
+from trimtab.trace import open_run, replay, summarize
 
 WIDTH = 8
 UNITS = ("layers.0.q_proj", "layers.0.o_proj", "layers.1.q_proj", "layers.1.o_proj")
@@ -382,6 +382,89 @@ class TestActions:
         monitor.alarm_rules = {"size": 0.5}
         with pytest.raises(ConfigError, match="AlarmRule"):
             trimtab.attach(build(), monitors=[monitor])
+
+
+class TestNotices:
+    NOTICE = AlarmRule(Above(0.5, warmup=0), "The size of {places} is {value}.", level="notice")
+
+    def test_one_is_recorded_and_is_no_alarm(self, tmp_path):
+        called = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            monitor = Scripted(quiet(s3=[0.9, 0.9], s4=[0.9, 0.1], s7=[0.9, 0.1]), self.NOTICE)
+            actions = [StopTraining(), lambda alarm, guard: called.append(alarm)]
+            with Training(monitor, record=tmp_path, on_alarm=actions) as run:
+                run.step(9)
+        assert run.guard.alarms == ()
+        assert [(n.step, n.places, n.level) for n in run.guard.notices] == [
+            (3, ("layer_0", "layer_1"), "notice"),
+            (7, ("layer_0",), "notice"),
+        ]
+        assert called == []
+        assert not run.guard.should_stop
+        assert run.guard.diagnosis().mechanism == "healthy"
+        assert len(run.guard.diagnosis().evidence) == 2
+        with open_run(tmp_path) as record:
+            assert record.events("alarm") == []
+            assert record.events("warning") == []
+            assert [Alarm.from_dict(event.data) for event in record.events("notice")] == list(run.guard.notices)
+            changes = [event.data["notice"] for event in record.events("note")]
+            assert [(c["what"], c["alarm_step"]) for c in changes] == [("ended", 3), ("ended", 7)]
+            assert record.config["alarm_rules"]["scripted"]["size"]["level"] == "notice"
+            assert summarize(record).num_alarms == 0
+
+    def test_one_changes_the_diagnosis_of_a_later_alarm(self):
+        class Spectrum(Scripted):
+            name, mechanism = "spectrum", "attention"
+
+        inexact = AlarmRule(
+            Above(0.5, warmup=0), "The size of {places}.", mechanism="inexact attention backward", level="notice"
+        )
+        run = Training(None)
+        run.guard.detach()
+        for notice_step, expected in ((3, "inexact attention backward"), (8, "attention dynamics")):
+            model = build()
+            monitors = [Scripted(quiet(**{f"s{notice_step}": [0.9, 0.1]}), inexact), Spectrum(quiet(s5=[0.9, 0.1]))]
+            with trimtab.attach(model, policy=CALM, monitors=monitors) as guard:
+                for _ in range(9):
+                    model(torch.ones(2, WIDTH))["loss"].backward()
+                    guard.step()
+                    model.zero_grad()
+            assert guard.diagnosis().mechanism == expected
+            assert [alarm.mechanism for alarm in guard.alarms] == ["attention"]
+
+    def test_a_resumed_run_has_those_from_before_and_an_older_state_has_none(self):
+        monitor = Scripted(quiet(s3=[0.9, 0.9]), self.NOTICE)
+        with Training(monitor) as run:
+            run.step(4)
+            state = json.loads(json.dumps(run.guard.state_dict()))
+        with Training(Scripted({}, self.NOTICE)) as resumed:
+            resumed.guard.load_state_dict(state)
+            assert resumed.guard.notices == run.guard.notices != ()
+            del state["alarms"]["notices"]
+            resumed.guard.load_state_dict(state)
+            assert resumed.guard.notices == ()
+
+    def test_an_alarm_of_an_older_record_has_no_level_and_is_one(self):
+        fields = {"step": 1, "first_step": 1, "monitor": "m", "mechanism": "m", "metric": "x", "places": [""]}
+        assert Alarm.from_dict(fields | {"value": 1.0, "reference": 0.5, "sentence": "It is."}).level == "alarm"
+
+    def test_calibration_leaves_its_rule_out(self):
+        class Healthy:
+            num_steps = 4000
+
+            def readings(self, monitor, metric):
+                return np.arange(4000), np.zeros((4000, 1)), ("",)
+
+        alarmed, noticing = Scripted({}), Scripted({}, self.NOTICE)
+        noticing.name = "noticing"
+        found = calibrate(Healthy(), [alarmed, noticing], 1.0)
+        assert list(found.found) == ["scripted"]
+        assert found.left_out == {"noticing/size": "it gives notices, and no alarm"}
+
+    def test_a_level_that_is_none_is_refused(self):
+        with pytest.raises(ConfigError, match="level='loud': it is 'alarm' or 'notice'"):
+            AlarmRule(Above(0.5), "It is.", level="loud")
 
 
 def test_the_diagnosis_is_of_the_alarms_so_far():

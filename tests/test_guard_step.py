@@ -16,6 +16,7 @@ import trimtab
 from trimtab.control import Policy
 from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.faults import StoredCopyBurst, StoredCopyFaults
+from trimtab.monitors import BaseMonitor
 from trimtab.monitors.host_copy import HostCopy
 from trimtab.precision import SavedActivations
 from trimtab.trace import open_run
@@ -272,6 +273,24 @@ class TestCadence:
                     optimizer.zero_grad(set_to_none=False)
 
 
+class Minimal:
+    """A monitor that has no more than it must."""
+
+    name = "minimal"
+
+    def start(self, model: nn.Module) -> None: ...
+
+    def observe(self, step: int) -> dict[str, float]:
+        return {}
+
+    def stop(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 def amp_loop(
     step: Callable[[nn.Module, torch.amp.GradScaler, Any], None], num_steps: int = 6, bad_steps: tuple[int, ...] = ()
 ) -> tuple[list[Tensor], list[Tensor], float]:
@@ -343,6 +362,32 @@ class TestLossScaler:
             assert run.steps().step.tolist() == [1, 2, 3]
             assert run.steps().lr.tolist() == [1e-2] * 3
             assert (run.steps().loss < 9).all()
+
+    def test_monitors_drop_what_they_have_of_a_skipped_step_and_do_not_observe_it(self):
+        calls: list[tuple[str, int]] = []
+
+        class Sums(BaseMonitor):
+            name = "sums"
+
+            def start(self, model: nn.Module) -> None:
+                pass
+
+            def observe(self, step: int) -> dict[str, Tensor]:
+                calls.append(("observe", step))
+                return {}
+
+            def drop(self, step: int) -> None:
+                calls.append(("drop", step))
+
+        guards: list[trimtab.Guard] = []
+
+        def guarded(model: nn.Module, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+            guards or guards.append(trimtab.attach(model, monitors=[Sums(), Minimal()]))
+            guards[0].step(scaler=scaler)
+
+        amp_loop(guarded, num_steps=4, bad_steps=(0, 2))
+        assert calls == [("drop", 1), ("observe", 1), ("drop", 2), ("observe", 2)]
+        guards[0].detach()
 
     def test_a_disabled_scaler_is_none(self):
         model = build()

@@ -65,6 +65,7 @@ class AlarmResponse:
 
     Attributes:
         alarms: The latest ones, oldest first.
+        notices: The latest notices, oldest first: what alarm rules of that level have found.
         stop: That training should stop, or None.
 
     Raises: ConfigError: when an action cannot be called, or a rule is none.
@@ -92,6 +93,7 @@ class AlarmResponse:
         self._raised: list[_RaisedRisk] = []
         self._to_say: list[tuple[str, str]] = []
         self.alarms: deque[Alarm] = deque(maxlen=_MOST_ALARMS)
+        self.notices: deque[Alarm] = deque(maxlen=_MOST_ALARMS)
         self.stop: StopRequest | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,10 +117,13 @@ class AlarmResponse:
         return any(getattr(action, "needs_every_rank", False) for action in self._actions)
 
     def respond(self, step: int, readings: Readings, guard: Guard) -> None:
-        """Judge the readings of ``step``, write down what they amount to, and call the actions."""
+        """Judge the readings of ``step``, write down what they amount to, and call the actions on alarms."""
         judgement = self._watch.judge(step, readings)
         for change in judgement.changes:
-            self._journal.event("note", {"alarm": asdict(change)}, _one_place(change.places), step)
+            self._journal.event("note", {change.level: asdict(change)}, _one_place(change.places), step)
+        for notice in judgement.notices:
+            self.notices.append(notice)
+            self._journal.event("notice", notice.to_dict(), _one_place(notice.places), step)
         for alarm in judgement.alarms:
             self.alarms.append(alarm)
             self._journal.event("alarm", alarm.to_dict(), _one_place(alarm.places), step)
@@ -170,6 +175,7 @@ class AlarmResponse:
         return {
             "detectors": self._watch.state_dict(),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
+            "notices": [notice.to_dict() for notice in self.notices],
             "raised": [asdict(raised) for raised in self._raised],
         }
 
@@ -180,11 +186,13 @@ class AlarmResponse:
         """
         self._watch.load_state_dict([])
         self.alarms.clear()
+        self.notices.clear()
         self._raised, self.stop = [], None
         if state is None:
             return
         try:
             alarms = [Alarm.from_dict(alarm) for alarm in state["alarms"]]
+            notices = [Alarm.from_dict(notice) for notice in state.get("notices", ())]
             raised = [_RaisedRisk(**one) for one in state["raised"]]
             self._watch.load_state_dict(state["detectors"])
         except (KeyError, TypeError, ValueError) as error:
@@ -194,6 +202,7 @@ class AlarmResponse:
             )
             return
         self.alarms.extend(alarms)
+        self.notices.extend(notices)
         for one in raised:
             one.units = [name for name in one.units if name in self._units]
         self._raised = [one for one in raised if one.units]

@@ -22,9 +22,11 @@ from trimtab.alarm_response import AlarmAction, AlarmResponse, StopRequest
 from trimtab.control import Decision, LoadReport, robust
 from trimtab.control.protocol import PolicyLike
 from trimtab.errors import ConfigError, nearest_names, verbatim
+from trimtab.faults.injected import InjectedFaults
 from trimtab.faults.protocol import Fault
 from trimtab.journal import Journal, describe_run
 from trimtab.monitors.alarms import Alarm
+from trimtab.monitors.backward_norms import BackwardCadence, BackwardNorms, refuse_in_backward
 from trimtab.monitors.cadence import Cadence
 from trimtab.monitors.diagnosis import Diagnosis, diagnose
 from trimtab.monitors.gradient_norms import GradientNorms
@@ -56,6 +58,7 @@ def attach(
     quantizer_stats: bool | None = None,
     on_alarm: Sequence[AlarmAction] = (),
     monitor_detail: bool = False,
+    optimizer_in_backward: bool = False,
 ) -> Guard:
     """Watch ``model`` in training and, with a recipe, run its risky units on the recovery path.
 
@@ -77,6 +80,9 @@ def attach(
         on_alarm: What else is done about an alarm: ``trimtab.monitors.RaiseRisk``, ``StopTraining``, or any callable
             ``(alarm, guard)``.
         monitor_detail: Whether ``metrics`` names the monitors' values at each place too.
+        optimizer_in_backward: Whether the optimizer steps inside backward, from hooks of the parameters
+            (``register_post_accumulate_grad_hook``). Norms are then taken before those hooks run, and ``step`` comes
+            after each backward, for that is a step of its own. Damping, clipping and a loss scaler are refused there.
 
     Returns: The guard; call its ``step`` between backward and the optimizer's step.
 
@@ -122,6 +128,7 @@ def attach(
         quantizer_stats=quantizer_stats,
         on_alarm=on_alarm,
         monitor_detail=monitor_detail,
+        optimizer_in_backward=optimizer_in_backward,
     )
     _attached[model] = weakref.ref(guard)
     return guard
@@ -174,25 +181,31 @@ class Guard:
         quantizer_stats: bool | None = None,
         on_alarm: Sequence[AlarmAction] = (),
         monitor_detail: bool = False,
+        optimizer_in_backward: bool = False,
     ) -> None:
+        if optimizer_in_backward:
+            refuse_in_backward(model, damping=bool(getattr(policy, "damping", False)))
         error_limit = getattr(policy, "error_limit", None)
         with_stats = wants_quantizer_stats(quantizer_stats, error_limit, recipe)
         self.model = model
         self.policy = policy
         self._units = find_units(model, units, grouping=getattr(recipe, "unit", "projection"))
         self.units = tuple(unit.name for unit in self._units)
-        self._norms = GradientNorms(model, self._units)
+        self._in_backward = optimizer_in_backward
+        self._norms = (BackwardNorms if optimizer_in_backward else GradientNorms)(model, self._units)
         self._journal = Journal()
         self._monitors = MonitorGroup(monitors, self._journal.say_once)
         self._tensors = SavedTensors(self._monitors, self._journal)
         self._monitor_detail = monitor_detail
         self.conversion: Conversion | None = None
-        self._faults: list[Fault] = []
+        journal = self._journal
+        self._faults = InjectedFaults(lambda place, data, step: journal.event("fault", data, place, step=step))
         self._pending: Pending | None = None
         self._deciding, self._num_loads = False, 0
         self._decision: Decision | None = None
         self._forced: list[str] | None = None
         self._losses: list[Tensor] = []
+        self._step_loss: Tensor | None = None
         self._observed_lr: float | None = None
         self._monitor_values: dict[str, float] = {}
         self._quantizers: QuantizerStats | None = None
@@ -204,7 +217,9 @@ class Guard:
             self.conversion = recipe.convert(model, self._units)
         self._watch = OptimizerWatch(self._parameters)
         self._watch.on_step = self._on_optimizer_step
-        self._cadence = Cadence(self._watch)
+        self._cadence: Cadence | BackwardCadence = Cadence(self._watch)
+        if isinstance(self._norms, BackwardNorms):
+            self._cadence = BackwardCadence(self._norms)
         # The hook, and with it the model, keeps the guard alive; nothing else needs to.
         self._loss_hook = model.register_forward_hook(LossHook(self._losses, owner=self))
         try:
@@ -212,12 +227,23 @@ class Guard:
             self._switch_index = [i for i, name in enumerate(self.units) if name in switchable]
             if with_stats and recipe is not None and self.conversion is not None:
                 self._quantizers = QuantizerStats(
-                    recipe, self.conversion, self._switch_index, len(self.units), error_limit
+                    recipe,
+                    self.conversion,
+                    self._switch_index,
+                    len(self.units),
+                    error_limit,
+                    getattr(policy, "error_history", "absolute"),
                 )
             self._controller = policy.start(self.units, [name in switchable for name in self.units])
             say_once = lambda text: self._journal.say_once(text, text)  # noqa: E731
             self._monitors.start(
-                model, MonitorContext(optimizers=self._optimizers_seen, say_once=say_once, units=self.units)
+                model,
+                MonitorContext(
+                    optimizers=self._optimizers_seen,
+                    say_once=say_once,
+                    units=self.units,
+                    loss=lambda: self._step_loss,
+                ),
             )
             self._alarms = AlarmResponse(
                 self._monitors.rules, self._monitors.mechanisms, on_alarm, self.units, self._journal
@@ -250,6 +276,8 @@ class Guard:
             raise ConfigError(
                 "max_norm", max_norm, "a norm is 0 or more.", "Pass a positive norm, or None not to clip."
             )
+        if self._in_backward:
+            refuse_in_backward(self.model, max_norm=max_norm, scaler=scaler)
         self.resolve()
         # Only now: an action on an alarm may just have detached it.
         if self._detached:
@@ -257,6 +285,7 @@ class Guard:
         if scaler is not None and scaler.is_enabled() and unscale(scaler, self._watch.optimizers()):
             self._losses.clear()
             self._observed_lr = None
+            self._monitors.drop(self.num_steps + 1)
             if self._quantizers is not None:
                 self._quantizers.drop()
             self._journal.event("skip", {"reason": "the loss scaler found a non-finite gradient"})
@@ -274,6 +303,8 @@ class Guard:
         # These travel to the host in the same copy as the norms, at its end.
         tail = [] if self._quantizers is None else [self._quantizers.read().to(reading.norms)]
         self._tensors.note_missing()
+        loss = mean_loss(self._losses)
+        self._step_loss = loss[0] if loss else None
         monitored = self._monitors.observe(self.num_steps, reading.norms, self._over_ranks())
         tail.append(monitored.flat)
         extra: dict[str, Any] = {"routed_by_hand": self._forced} if self._forced is not None else {}
@@ -288,7 +319,7 @@ class Guard:
                 extra["damped"] = {self.units[u]: float(scale[u]) for u in damped}
                 self._norms.damp(reading, scale)
         total = self._norms.total(reading) if max_norm is None else self._norms.clip(reading, max_norm)
-        scalars = [total, *mean_loss(self._losses)]
+        scalars = [total, *loss]
         values = HostCopy(torch.cat([reading.norms, *(_as_element(s, reading.norms) for s in scalars), *tail]))
         handle = PendingDecision(self.resolve, total)
         lr, self._observed_lr = self._observed_lr, None
@@ -302,16 +333,16 @@ class Guard:
         return handle
 
     def observe(self, *, loss: Tensor | float | None = None, lr: float | None = None) -> None:
-        """Tell the record this step's loss and learning rate, before ``step``.
+        """Tell the record and the monitors this step's loss, and the record its learning rate, before ``step``.
 
         Both are found without it where the model returns an output with a ``loss`` and the optimizer is torch's.
 
         Args:
-            loss: The step's loss; a tensor is not waited for.
+            loss: The step's loss, in place of what the model's outputs hold; a tensor is not waited for.
             lr: The step's learning rate.
         """
         if loss is not None:
-            self._losses[:] = [torch.as_tensor(loss, dtype=torch.float32).detach()]
+            self._losses[:] = [self._as_loss(loss)]
         if lr is not None:
             self._observed_lr = float(lr)
 
@@ -338,11 +369,12 @@ class Guard:
     def inject(self, fault: Fault) -> None:
         """Apply a numerical fault on purpose from now on; its start and end go into the record.
 
+        A resumed run injects the faults of the run before it anew, after its state is loaded: what they did to weights
+        by then is in the checkpoint, and is not done twice.
+
         Raises: ConfigError: when the fault does not fit the recipe or names a unit that does not exist.
         """
-        fault.check(self.conversion)
-        self._faults.append(fault)
-        self._apply(fault)
+        self._faults.add(fault, self.num_steps + 1, self.conversion)
 
     def resolve(self) -> None:
         """Take the decision that is pending, if one is; waits for its norms to be on the host."""
@@ -382,9 +414,15 @@ class Guard:
         self.resolve()
         return tuple(self._alarms.alarms)
 
+    @property
+    def notices(self) -> tuple[Alarm, ...]:
+        """What was found that is no alarm, and changes what one means; kept as ``alarms`` are."""
+        self.resolve()
+        return tuple(self._alarms.notices)
+
     def diagnosis(self) -> Diagnosis:
-        """What the alarms so far amount to: a mechanism, the evidence, and what to do."""
-        return diagnose(self.alarms)
+        """What the alarms and notices so far amount to: a mechanism, the evidence, and what to do."""
+        return diagnose([*self.alarms, *self.notices])
 
     def note(self, about: str, data: Mapping[str, Any] | None = None, place: str = "") -> None:
         """Put a note of your own into the record, at the step observed last; without a record it goes nowhere.
@@ -450,6 +488,7 @@ class Guard:
             "monitors": self._monitors.state_dict(),
             "tensors": sorted(self._tensors.state()),
             "alarms": self._alarms.state_dict(),
+            "faults": self._faults.keys,
         }
 
     def tensor_state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -495,6 +534,7 @@ class Guard:
         self._tensors.await_those_of(state.get("tensors", ()))
         self._alarms.load_state_dict(state.get("alarms"))
         self._journal.go_on_from(int(state["step"]), state["controller"])
+        self._faults.resume(self.num_steps + 1, state.get("faults", ()))
         if self.conversion is not None:
             self.conversion.pull = None
             self.conversion.load_state_dict(state["conversion"])
@@ -555,12 +595,10 @@ class Guard:
     def _take_everything_away(self) -> None:
         """Leave nothing of ours on the model or in torch."""
         self._watch.stop()
+        self._norms.stop()
         self._loss_hook.remove()
         self._monitors.stop()
-        for fault in self._faults:
-            end = getattr(fault, "end", None)
-            if end is not None:
-                end()
+        self._faults.end()
         if self.conversion is not None:
             self.conversion.pull = None
             self.conversion.undo()
@@ -576,7 +614,9 @@ class Guard:
     def _on_optimizer_step(self) -> None:
         self._journal.say_once("never", self._cadence.on_optimizer_step(self._norms.parameters))
         rate = self._watch.learning_rate
-        if self._pending is None:
+        if self._in_backward:  # it steps before ``step`` is called, and what is pending is an earlier step's
+            self._observed_lr = rate if self._observed_lr is None else self._observed_lr
+        elif self._pending is None:
             self._journal.note_learning_rate(rate)
         elif self._pending.lr is None:
             self._pending.lr = rate
@@ -585,13 +625,7 @@ class Guard:
         """The next optimizer step begins: tell the recipe and the faults; the record knows of a ``retried`` one."""
         if self.conversion is not None:
             self.conversion.begin_step(self.num_steps + 1)
-        for fault in self._faults:
-            self._apply(fault, record=not retried)
-
-    def _apply(self, fault: Fault, record: bool = True) -> None:
-        started = fault.begin_step(self.num_steps + 1, self.conversion)
-        for place, data in started if record else ():
-            self._journal.event("fault", data, place, step=self.num_steps + 1)
+        self._faults.begin_step(self.num_steps + 1, self.conversion, is_noted=not retried)
 
     def _decide(self, step: int, indices: list[int], values: np.ndarray, monitored: GroupReading) -> Decided | None:
         """Judge alarms and decide, from ``values`` on the host; None when an action has loaded another state meanwhile.
@@ -639,6 +673,15 @@ class Guard:
             return self._watch.optimizers() if self._watch.num_steps else []
         except ConfigError:  # it is unclear which of several steps a parameter
             return []
+
+    def _as_loss(self, loss: Tensor | float) -> Tensor:
+        """A loss where the gradients are; on its way there nothing waits for the device."""
+        device = next((p.device for p in self._norms.parameters if p.device.type != "meta"), torch.device("cpu"))
+        if not isinstance(loss, Tensor):
+            # Filled in there: what is copied from the host waits for the device to come to it.
+            return torch.full((), float(loss), dtype=torch.float32, device=device)
+        loss = loss.detach().to(torch.float32)
+        return loss.to(device, non_blocking=True) if loss.device.type == "cpu" else loss
 
     def _over_ranks(self) -> torch.device | None:
         """Where the monitors' values are averaged over the ranks; None where they need not be."""

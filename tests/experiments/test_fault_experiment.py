@@ -234,6 +234,7 @@ def test_a_lead_is_from_the_first_alarm_of_a_mechanism_to_the_harm():
     alarms = [alarm(30, "signals", "loss_rise", "loss"), alarm(60), alarm(40), alarm(90, metric="dwq_layer_entropy")]
     hit = {
         "alarms": alarms,
+        "notices": [],
         "held_out": [(s, 2.0 if s < 70 else 3.0) for s in looks],
         "digest": "b",
         "said": "attention dynamics",
@@ -286,7 +287,7 @@ def test_the_bound_of_a_rate_is_the_exact_poisson_one():
 
 
 def test_the_tables_have_a_row_a_scenario(tmp_path):
-    twin = {"alarms": [], "held_out": [(10, 2.0)], "digest": "a", "said": "healthy", "said_first": "healthy"}
+    twin = {"alarms": [], "notices": [], "held_out": [(10, 2.0)], "digest": "a", "said": "healthy", "said_first": "healthy"}
     scenarios = {
         s.name: {"title": s.title, "watched": s.watched, **over_seeds([scenario_row(twin, twin, s.expected, 0)])}
         for s in SCENARIOS

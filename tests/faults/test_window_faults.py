@@ -169,6 +169,79 @@ def test_the_learning_rate_is_large_in_its_steps_and_a_scheduler_does_not_notice
     guard.detach()
 
 
+@pytest.mark.parametrize("in_closure", [True, False])
+def test_the_learning_rate_is_large_in_its_steps_where_a_closure_has_the_guards_step_or_has_it_not(model, in_closure):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    moved = []
+    with trimtab.attach(model) as guard:
+        guard.inject(LargeLearningRate(optimizer, factor=10.0, start_step=2, num_steps=2))
+        for _ in range(5):
+
+            def closure():
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+                if in_closure:
+                    guard.step()
+                return torch.zeros(())
+
+            before = model.layers[0].weight.detach().clone()
+            if in_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                guard.step()
+                optimizer.step(closure=closure)
+            moved.append((before - model.layers[0].weight).mean().item())
+    assert moved == pytest.approx([0.5, 5.0, 5.0, 0.5, 0.5], rel=1e-4)
+
+
+@pytest.mark.parametrize("change", ["scale", "tilt"])
+@pytest.mark.parametrize("saved", range(6))
+def test_a_guard_resumed_anywhere_has_changed_the_routers_as_often_as_the_uninterrupted_one(change, saved):
+    def run(model, guard, num_steps):
+        for _ in range(num_steps):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            guard.step()
+
+    def faults(model):
+        return [
+            RouterFault(model, change, amount=2.0, start_step=2, num_steps=2),
+            BitFlips(model, "layers.0.mlp.experts.weight", bit=0, start_step=2, num_steps=3),
+        ]
+
+    weights = []
+    for is_cut in (False, True):
+        model = Routed()
+        with trimtab.attach(model, units=["layers.0.mlp.experts"]) as guard:
+            for fault in faults(model):
+                guard.inject(fault)
+            run(model, guard, saved if is_cut else 6)
+            state, checkpoint = guard.state_dict(), copy.deepcopy(model.state_dict())
+            if not is_cut:
+                weights.append(checkpoint)
+        if is_cut:
+            model = Routed()
+            model.load_state_dict(checkpoint)
+            with trimtab.attach(model, units=["layers.0.mlp.experts"]) as guard:
+                guard.load_state_dict(json.loads(json.dumps(state)))
+                for fault in faults(model):
+                    guard.inject(fault)
+                run(model, guard, 6 - saved)
+                weights.append(copy.deepcopy(model.state_dict()))
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+
+
+def test_a_fault_that_the_checkpoint_does_not_know_begins_even_at_its_first_step():
+    model = Routed()
+    before = model.weights
+    with trimtab.attach(model, units=["layers.0.mlp.experts"]) as guard:
+        guard.load_state_dict(guard.state_dict())
+        guard.inject(RouterFault(model, "scale", amount=2.0, start_step=1))
+        assert torch.equal(model.weights[0], 2 * before[0])
+
+
 def test_batches_are_small_in_their_steps(model):
     fault = SmallBatch(num_samples=2, start_step=2, num_steps=2)
     with trimtab.attach(model) as guard:

@@ -21,6 +21,7 @@ from torch import nn
 import trimtab
 from trimtab.control import Policy, robust
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
+from trimtab.faults import BitFlips, LargeLearningRate, SmallBatch
 from trimtab.monitors import Above, AlarmRule, BaseMonitor, StopTraining
 from trimtab.precision import SavedActivations
 from trimtab.trace import open_run, replay
@@ -349,6 +350,94 @@ def fit_and_save(folder: Path, *callbacks: Any, **settings: Any) -> dict[str, An
     keeper = pl.callbacks.ModelCheckpoint(folder / "out", filename="{step}", every_n_train_steps=4, save_top_k=-1)
     settings = {"max_steps": 10, "gradient_clip_val": 0.5, "enable_checkpointing": True} | settings
     return fit(folder, *callbacks, keeper, module=DataByStep(), **settings)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+class TestFaults:
+    WEIGHT = "blocks.0.up_proj.weight"
+    # The checkpoint is of step 4: within them, and right before one that changes weights.
+    MADE = (
+        lambda module, optimizer: LargeLearningRate(optimizer, factor=3.0, start_step=3, num_steps=4),
+        lambda module, optimizer: BitFlips(module, TestFaults.WEIGHT, bit=9, num_flips=3, start_step=5, num_steps=2),
+        SmallBatch(num_samples=1, start_step=4, num_steps=4),
+    )
+
+    def test_a_run_that_resumes_within_them_ends_as_the_uninterrupted_one(self, tmp_path):
+        settings = {"policy": WATCH, "faults": self.MADE}
+        expected = fit_and_save(tmp_path / "a", TrimtabCallback(record=tmp_path / "whole", **settings))
+        fit_and_save(tmp_path / "b", TrimtabCallback(record=tmp_path / "run", **settings), StopAt(6))
+        callback = TrimtabCallback(record=tmp_path / "run", **settings)
+        path = tmp_path / "b" / "out" / "step=4.ckpt"
+        found = fit_and_save(tmp_path / "b", callback, ckpt_path=path)
+        assert_same_weights(found, expected)
+        without = fit_and_save(tmp_path / "c", TrimtabCallback(policy=WATCH))
+        assert not torch.equal(found[self.WEIGHT], without[self.WEIGHT])
+        events = []
+        for name in ("whole", "run"):
+            with open_run(tmp_path / name) as run:
+                events.append(sorted((e.step, e.data["fault"]) for e in run.events("fault")))
+        assert events == [[(3, "learning rate"), (4, "small batch"), (5, "bit flips")]] * 2
+
+    @pytest.mark.parametrize("automatic", [True, False])
+    def test_the_learning_rate_is_large_in_its_own_steps(self, automatic, tmp_path):
+        class Still(Module):
+            """Each step moves a weight by the rate, whatever the loss."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = automatic
+                self.moved: list[float] = []
+                self.before = 0.0
+
+            def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+                weight = self.blocks[0].up_proj.bias
+                self.moved.append(round(self.before - weight[0].item(), 4))
+                self.before = weight[0].item()
+                loss = weight.sum() + 0 * self.loss(batch)
+                if automatic:
+                    return loss
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                return None
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.5)
+
+        faults = [lambda module, optimizer: LargeLearningRate(optimizer, factor=4.0, start_step=2, num_steps=2)]
+        module = Still()
+        fit(tmp_path, TrimtabCallback(policy=WATCH, faults=faults), module=module, max_steps=6)
+        assert module.moved[1:] == [0.5, 2.0, 2.0, 0.5, 0.5]
+
+    def test_a_small_batch_is_cut_in_its_steps_and_not_in_validation(self, tmp_path):
+        class Noting(Module):
+            sizes: list[int]
+
+            def loss(self, batch: torch.Tensor) -> torch.Tensor:
+                self.sizes.append(len(batch) if self.training else -len(batch))
+                return super().loss(batch)
+
+        module = Noting()
+        module.sizes = []
+        callback = TrimtabCallback(policy=WATCH, faults=[SmallBatch(num_samples=1, start_step=2, num_steps=2)])
+        settings = {"max_steps": 4, "accumulate_grad_batches": 2, "val_check_interval": 4, "limit_val_batches": 1}
+        trainer = make_trainer(tmp_path, callback, num_sanity_val_steps=0, **settings)
+        trainer.fit(module, loader(), loader(4))
+        assert module.sizes == [2, 2, 1, 1, -2, 1, 1, 2, 2, -2]
+        assert not set(trainer.precision_plugin.__dict__) & {"convert_input", "clip_gradients"}
+
+    @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+    def test_a_module_that_fetches_its_batches_itself_is_refused(self, tmp_path):
+        class Fetching(Module):
+            def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+                return self.loss(next(dataloader_iter)[0])
+
+        module = Fetching()
+        with pytest.raises(ConfigError, match="SmallBatch: training_step takes a dataloader_iter"):
+            fit(tmp_path, TrimtabCallback(policy=WATCH, faults=[SmallBatch()]), module=module)
+        assert not trimtab.detach(module)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ import torch
 import trimtab
 from trimtab.control import Policy, robust
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
+from trimtab.faults import BiasedAttentionBackward, BitFlips, LargeLearningRate, SmallBatch
 from trimtab.monitors import Above, AlarmRule, BaseMonitor, StopTraining
 from trimtab.precision import SavedActivations
 from trimtab.trace import open_run, replay
@@ -211,6 +213,88 @@ def assert_same_run(run_folder: Path, trainer: Trainer, uninterrupted: dict[str,
         for name in ("norms", "gnmr", "delta", "risk", "active", "lock", "loss", "lr", "grad_norm"):
             np.testing.assert_array_equal(getattr(steps, name), getattr(expected, name), err_msg=name)
         assert replay(run).num_different == 0
+
+
+class Batches(TrainerCallback):
+    """Notes how many sequences each micro-batch of a step has, and the tokens that the Trainer counts for it."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[int, int]]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, forward = kwargs["model"], type(kwargs["model"]).forward
+
+        def noting(*a: Any, **k: Any) -> Any:
+            if model.training:
+                self.seen.setdefault(state.global_step + 1, []).append(
+                    (len(k["input_ids"]), int(k["num_items_in_batch"]))
+                )
+            return forward(model, *a, **k)
+
+        # As the model's own, or the Trainer would not see that it takes the number of tokens.
+        model.forward = functools.wraps(forward)(noting)
+
+
+class TestFaults:
+    UNIT = "model.layers.0.self_attn.q_proj"
+    WEIGHT = f"{UNIT}.weight"
+    # The checkpoint is of step 4: within them, right before one that changes weights, and right after another one.
+    MADE = (
+        lambda model, optimizer: LargeLearningRate(optimizer, factor=3.0, start_step=3, num_steps=4),
+        lambda model, optimizer: BitFlips(model, TestFaults.WEIGHT, bit=9, num_flips=3, start_step=5, num_steps=2),
+        lambda model, optimizer: BitFlips(model, TestFaults.WEIGHT, bit=0, num_flips=3, start_step=3, num_steps=2),
+        lambda model, optimizer: BiasedAttentionBackward(model, bias=0.5, start_step=4, num_steps=3),
+    )
+
+    def test_a_run_that_resumes_within_them_ends_as_the_uninterrupted_one(self, tmp_path):
+        results = {}
+        for name in ("whole", "parts", "without"):
+            faults = () if name == "without" else (*self.MADE, SmallBatch(num_samples=1, start_step=4, num_steps=4))
+            settings = {"policy": WATCH, "record": tmp_path / name, "faults": faults}
+            last = [StopAt(6)] if name == "parts" else []
+            trainer = make_trainer(tmp_path / f"{name}-out", TrimtabCallback(**settings), *last, **SAVING)
+            trainer.train()
+            if name == "parts":
+                trainer = make_trainer(tmp_path / f"{name}-out", TrimtabCallback(**settings), **SAVING)
+                trainer.train(resume_from_checkpoint=str(tmp_path / f"{name}-out" / "checkpoint-4"))
+            assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
+            assert not set(trainer.__dict__) & {*METHODS, "log", "get_batch_samples"}
+            results[name] = weights(trainer)
+        assert_same_weights(results["whole"], results["parts"])
+        assert not torch.equal(results["whole"][self.WEIGHT], results["without"][self.WEIGHT])
+        events = []
+        for name in ("whole", "parts"):
+            with open_run(tmp_path / name) as run:
+                events.append([(e.step, e.data["fault"], e.data["start_step"]) for e in run.events("fault")])
+                assert run.finished
+        assert sorted(events[0]) == sorted(events[1])
+        assert sorted(step for step, _, _ in events[0]) == [3, 3, 4, 4, 5]
+        assert all(step == start for step, _, start in events[0])
+
+    def test_a_small_batch_is_cut_before_its_tokens_are_counted(self, tmp_path):
+        seen = Batches()
+        callback = TrimtabCallback(policy=WATCH, faults=[SmallBatch(num_samples=1, start_step=2, num_steps=2)])
+        trainer = make_trainer(tmp_path, seen, callback, max_steps=4, gradient_accumulation_steps=2)
+        trainer.train()
+        # Seven of eight tokens are predicted in each sequence; the number is that of the whole step.
+        whole, small = [(2, 28), (2, 28)], [(1, 14), (1, 14)]
+        assert seen.seen == {1: whole, 2: small, 3: small, 4: whole}
+
+    @pytest.mark.parametrize("wrong", [SmallBatch, SmallBatch(), ["small batch"], [SmallBatch]])
+    def test_what_is_no_list_of_faults_is_refused(self, wrong):
+        with pytest.raises(ConfigError, match=r"it is a list of faults, or of functions f\(model, optimizer\)"):
+            TrimtabCallback(faults=wrong)
+
+    def test_a_factory_that_cannot_make_one_leaves_trainer_and_model_as_they_were(self, tmp_path):
+        for factory, said in (
+            (lambda model, optimizer: BitFlips(model, "nowhere", bit=0), "no such parameter"),
+            (lambda model, optimizer: 3, "a factory returns a fault"),
+        ):
+            trainer = make_trainer(tmp_path, TrimtabCallback(policy=WATCH, faults=[factory]))
+            with pytest.raises(ConfigError, match=said):
+                trainer.train()
+            assert not set(trainer.__dict__) & {*METHODS, "log"}
+            assert not trimtab.detach(trainer.model)
 
 
 class TestResuming:

@@ -252,6 +252,23 @@ def test_a_monitor_is_told_the_optimizers_and_the_units_and_speaks_under_its_nam
     assert said == ["The monitor 'fake': no float32 weights."]
 
 
+def test_one_that_fails_to_drop_a_step_is_off_and_the_others_drop_it():
+    class Dropping(Fake):
+        def drop(self, step):
+            self.calls.append(f"drop {step}")
+            if self.name == "broken":
+                raise RuntimeError("gone")
+
+    monitors = [Dropping({}), Dropping({}), OldStyle()]
+    monitors[0].name = "broken"
+    said = []
+    group = MonitorGroup(monitors, lambda key, text: said.append(text))
+    group.drop(3)
+    group.drop(4)
+    assert [monitor.calls for monitor in monitors[:2]] == [["drop 3", "stop"], ["drop 3", "drop 4"]]
+    assert said == ["The monitor 'broken' failed and is off from here on: RuntimeError('gone')."]
+
+
 def test_two_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="'fake': two monitors"):
         group_of(Fake({}), Fake({}))

@@ -101,6 +101,14 @@ def test_in_a_compiled_model_it_is_in_the_same_graph():
     assert counter.frame_count == 1
 
 
+def test_what_a_skipped_step_has_shown_is_no_part_of_the_next_one():
+    model, monitor = tiny_model(), ResidualNorm()
+    monitor.start(model)
+    model(batch(0))
+    monitor.drop(1)
+    assert monitor.observe(1)["rms"].isnan().all()
+
+
 def test_a_guard_takes_it():
     model = tiny_model()
     with trimtab.attach(model, monitors=[ResidualNorm()]) as guard:

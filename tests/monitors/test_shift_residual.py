@@ -239,6 +239,32 @@ def test_incoherent_noise_sinks_to_what_the_steps_allow_and_a_bias_to_one():
         monitor.stop()
 
 
+def test_an_inexact_backward_is_a_notice_and_a_single_bad_step_is_not():
+    monitor = ShiftResidual()
+    fed = Fed(monitor)
+    rule = monitor.alarm_rules["residual"]
+    assert (rule.level, rule.mechanism) == ("notice", "inexact attention backward")
+    detectors, generator, told = None, torch.Generator().manual_seed(4), []
+    for size in [1e-4] * 20 + [0.08] + [1e-4] * 20 + [0.5] * 5:
+        values = fed.step(torch.randn(2, 64, generator=generator) * size)["residual"]
+        detectors = detectors or rule.detector.over(monitor.places("residual"))
+        told.append(bool(detectors.update(values.double().numpy()).any()))
+    assert told.index(True) in (41, 42)
+    assert all(told[42:])
+    monitor.stop()
+
+
+def test_a_dropped_step_leaks_nothing_into_the_next():
+    monitor = ShiftResidual()
+    fed = Fed(monitor)
+    fed.monitor.observe = lambda step: {}  # a step that the loss scaler skips
+    fed.step(torch.full((2, 4), torch.inf))
+    del fed.monitor.observe
+    monitor.drop(1)
+    assert fed.step(torch.ones(2, 4))["coherence"].tolist() == pytest.approx([0.05, 0.05])
+    monitor.stop()
+
+
 def test_what_repeats_itself_below_the_floor_is_not_coherent():
     v = torch.ones(1, 4)
     for size, coherent in ((1.0, True), (1e5, False)):
@@ -298,7 +324,7 @@ def test_a_resumed_monitor_goes_on_as_the_uninterrupted_one():
     again = [fed.step(v)["coherence"] for v in sums(8)[3:]]
     assert torch.equal(torch.stack(again), torch.stack(values[3:]))
     second.load_state_dict(state)  # without the tensors: afresh
-    assert [fed.step(v)["coherence"] for v in sums(1)][0].tolist() == pytest.approx([0.05, 0.05])
+    assert fed.step(sums(1)[0])["coherence"].tolist() == pytest.approx([0.05, 0.05])
     second.stop()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import trimtab
 from trimtab.errors import ConfigError
 from trimtab.monitors import usual_signals
 from trimtab.monitors.usual_signals import LossSignals, UsualSignals
@@ -32,7 +33,7 @@ def nudge(model, seed, size=1e-3):
 class TestUpdateRatio:
     def test_it_is_the_length_of_the_last_step_over_that_of_the_weights(self):
         model = tiny_model()
-        monitor = UsualSignals()
+        monitor = UsualSignals(every_steps=1)
         monitor.start(model)
         assert monitor.observe(1)["update_ratio"].isnan().all()
         for step in (2, 3, 4):
@@ -50,7 +51,7 @@ class TestUpdateRatio:
         with torch.no_grad():
             # Columns of different sizes: a sample of a few of them would not tell.
             model[0].weight *= torch.logspace(-1, 1, 256)
-        monitor = UsualSignals(units=lambda module, fqn: True)
+        monitor = UsualSignals(1, units=lambda module, fqn: True)
         monitor.start(model)
         monitor.observe(1)
         assert sum(len(sample) for sample in monitor._samples) <= 1000
@@ -74,7 +75,7 @@ class TestUpdateRatio:
         with torch.no_grad():
             model[0].weight.fill_(1.0)
             model[0].bias.fill_(1.0)
-        monitor = UsualSignals(units=lambda module, fqn: True)
+        monitor = UsualSignals(1, units=lambda module, fqn: True)
         monitor.start(model)
         monitor.observe(1)
         with torch.no_grad():
@@ -92,9 +93,31 @@ class TestUpdateRatio:
             nudge(model, step)
         assert values["update_ratio"].isfinite().all()
 
+    def test_by_default_a_reading_comes_every_ten_steps_and_the_hooks_rest_in_between(self, monkeypatch):
+        looked = []
+        note = usual_signals._Bound.note
+        monkeypatch.setattr(
+            usual_signals._Bound, "note", lambda bound, *args: looked.append(step) or note(bound, *args)
+        )
+        model = tiny()
+        monitor = UsualSignals()
+        monitor.start(model)
+        told = []
+        for step in range(1, 21):
+            model(ids(step))
+            nudge(model, step)
+            values = monitor.observe(step)
+            told += [step] * ("update_ratio" in values and "attention_logit_bound" in values)
+            if step in (10, 20):
+                assert values["update_ratio"].isfinite().all()
+                assert values["attention_logit_bound"].isfinite().all()
+        assert told == [10, 20]
+        # Whether the very first step is due is not known until it is over.
+        assert sorted(set(looked)) == [1, 10, 20]
+
     def test_a_step_that_was_jumped_over_leaves_nothing_to_compare(self):
         model = tiny_model()
-        monitor = UsualSignals()
+        monitor = UsualSignals(every_steps=1)
         monitor.start(model)
         monitor.observe(1)
         assert monitor.observe(7)["update_ratio"].isnan().all()
@@ -104,7 +127,7 @@ class TestUpdateRatio:
         model = tiny_model()
         model.layers[0].requires_grad_(False)
         model.layers[1].self_attn.q_proj.requires_grad_(False)
-        monitor = UsualSignals()
+        monitor = UsualSignals(every_steps=1)
         monitor.start(model)
         monitor.observe(1)
         with torch.no_grad():
@@ -114,7 +137,7 @@ class TestUpdateRatio:
 
     def test_weights_of_zero_have_no_ratio(self):
         model = tiny_model()
-        monitor = UsualSignals()
+        monitor = UsualSignals(every_steps=1)
         monitor.start(model)
         with torch.no_grad():
             for p in model.parameters():
@@ -150,7 +173,7 @@ class TestAttentionLogitBound:
         from trimtab.precision.attention_calls import attention_modules, place_around
 
         model = tiny()
-        monitor = UsualSignals()
+        monitor = UsualSignals(every_steps=1)
         monitor.start(model)
         seen = {}
 
@@ -174,7 +197,7 @@ class TestAttentionLogitBound:
             take_away()
 
     def test_a_model_whose_attention_is_not_known_has_none(self):
-        monitor = UsualSignals()
+        monitor = UsualSignals(every_steps=1)
         monitor.start(tiny_model())
         assert "attention_logit_bound" not in monitor.observe(1)
 
@@ -184,7 +207,7 @@ class TestAttentionLogitBound:
         expected = []
         for is_compiled in (False, True):
             model = tiny()
-            monitor = UsualSignals()
+            monitor = UsualSignals(every_steps=1)
             monitor.start(model)
             torch._dynamo.reset()
             counter = CompileCounterWithBackend("aot_eager")
@@ -288,6 +311,42 @@ def test_the_loss_is_that_of_the_model_and_its_alarms_come_with_a_spike():
     assert (36, "loss_rise") in fired or (35, "loss_rise") in fired
     said = monitor.alarm_rules["loss_excess"].said("loss_excess", [""], 1.7e308, 8.0)
     assert len(said) < 100
+
+
+@pytest.mark.filterwarnings("ignore:The (smoothed )?loss is:trimtab.errors.TrimtabWarning")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_loss_is_the_one_that_the_guard_was_told(is_told, monkeypatch):
+    monkeypatch.setattr(usual_signals, "LossSignals", lambda: LossSignals(warmup=1))
+    model, found, own = tiny(), [], []
+    with trimtab.attach(model, monitors=[UsualSignals()]) as guard:
+        for step, loss in enumerate((1.0, 3.0, torch.tensor(5.0, dtype=torch.float64)), 1):
+            model.zero_grad()
+            # Two micro-batches: without being told, the loss is the mean of theirs.
+            losses = [model(input_ids=ids(i), labels=ids(i)).loss for i in (2 * step, 2 * step + 1)]
+            sum(losses).backward()
+            own.append(sum(losses).item() / 2)
+            if is_told:
+                guard.observe(loss=loss)
+            guard.step()
+            found.append(guard.metrics()["trimtab/signals/loss_rise"])
+    losses = [1.0, 3.0, 5.0] if is_told else own
+    means = [sum(losses[:n]) / n for n in (1, 2, 3)]
+    assert math.isnan(found[0])
+    assert found[1:] == pytest.approx([means[n] / min(means[: n + 1]) - 1 for n in (1, 2)], rel=1e-4, abs=1e-6)
+
+
+def test_what_a_skipped_step_has_shown_is_no_part_of_the_next_one():
+    model, monitor = tiny(), UsualSignals(every_steps=1)
+    monitor.start(model)
+    model(input_ids=ids(1), labels=ids(1))
+    expected = monitor.observe(1)["attention_logit_bound"]
+    model.model.layers[0].self_attn.q_proj.weight.data.mul_(8.0)
+    model(input_ids=ids(1), labels=ids(1))
+    model.model.layers[0].self_attn.q_proj.weight.data.div_(8.0)
+    monitor.drop(2)
+    assert monitor._losses == []
+    model(input_ids=ids(1), labels=ids(1))
+    assert torch.equal(monitor.observe(2)["attention_logit_bound"], expected)
 
 
 def test_what_can_not_be_meant_is_refused():

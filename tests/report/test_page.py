@@ -206,6 +206,25 @@ def test_alarms_faults_and_readings_are_told(tmp_path):
     np.testing.assert_allclose(unpacked(reading["mean"])[:, 0], values.mean(axis=1), rtol=1e-6)
 
 
+def test_a_notice_is_told_and_is_no_alarm(tmp_path):
+    notice = ALARM | {"step": 2, "mechanism": "inexact attention backward", "metric": "residual", "level": "notice"}
+    with RunWriter(tmp_path, config={"monitors": ["m"]}, units=[UnitRow(name="u")]) as writer:
+        for step in range(1, 9):
+            writer.write_step(StepRow(step=step, norms=[1.0]))
+        writer.write_event("notice", 2, "layer_0/head_1", notice)
+        ended = {"what": "ended", "monitor": "shift_residual", "metric": "residual", "alarm_step": 2}
+        writer.write_event("note", 5, "", {"notice": ended})
+    page = Elements(report(tmp_path, tmp_path))
+    data, text = page.data(), " ".join(page.texts)
+    assert data["alarms"] == []
+    assert [(n["step"], n["end_step"], n["metric"]) for n in data["notices"]] == [(2, 5, "residual")]
+    assert "Notices (1)" in text
+    assert "Alarms (" not in text
+    assert "Diagnosis: healthy." in text
+    assert "Step 2" in text
+    assert "a notice, shift_residual/residual" in text
+
+
 def test_an_alarm_of_somebody_elses_making_is_shown_and_not_diagnosed(tmp_path):
     with RunWriter(tmp_path, config={}, units=[UnitRow(name="u")]) as writer:
         writer.write_step(StepRow(step=1, norms=[1.0]))

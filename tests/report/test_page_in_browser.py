@@ -212,6 +212,25 @@ def test_the_page_draws_without_a_word_on_the_console(browser, two):
     assert browser.said() == []
 
 
+def test_notices_are_drawn_faintly_beside_the_alarms_on_the_time_line(browser, tmp_path):
+    folder = write_run(tmp_path / "run", 40, 7)
+    common = {"first_step": 9, "mechanism": "attention", "places": ["layer_0"], "value": 1.0, "reference": 0.5}
+    with RunWriter(folder, config={}, units=[UnitRow(name="u")], start_step=40) as writer:
+        writer.write_step(StepRow(step=41, norms=[1.0]))
+        for kind, step, metric in (("notice", 10, "residual"), ("alarm", 20, "d2_entropy"), ("notice", 30, "residual")):
+            said = {"step": step, "monitor": "m", "metric": metric, "sentence": f"{metric} has moved.", "level": kind}
+            writer.write_event(kind, step, "layer_0", common | said)
+    browser.open(write_report(ReportSettings(runs=(folder,), out=tmp_path / "report.html")))
+    browser.run("return window.trimtabReport.drawAll()")
+    timeline = "const line = [...document.querySelectorAll('figure')].find(f => f.textContent.includes('m/residual'));"
+    count = "return ['.alarm-span', '.notice-span'].map(s => line.querySelectorAll(s).length)"
+    assert browser.run(timeline + count) == [1, 2]
+    assert "notice, which is no alarm" in browser.run(timeline + "return line.textContent")
+    # The charts above mark what is an alarm, and nothing else.
+    assert browser.run("return document.querySelectorAll('figure .notice-span').length") == 2
+    assert browser.said() == []
+
+
 def test_names_from_the_record_stay_text(browser, two):
     browser.open(two[2])
     assert browser.run("return document.querySelectorAll('script:not([type])').length") == 1

@@ -30,7 +30,7 @@ def write(writer: RunWriter, steps: range) -> None:
     assert writer.flush()
 
 
-def printed(draw: Callable[[Console], object], width: int = 100) -> str:
+def printed(draw: Callable[[Console], object], width: int = 200) -> str:
     console = Console(width=width, record=True, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         draw(console)
@@ -45,12 +45,14 @@ def test_a_frame_says_where_the_run_is(tmp_path):
     with open_writer(tmp_path) as writer:
         write(writer, range(1, 41))
         writer.write_event("alarm", 40, "layer_0", {"sentence": "The entropy [bold]fell[/bold]."})
+        writer.write_event("notice", 40, "layer_0", {"sentence": "The residual is large."})
         writer.flush()
         said = once(tmp_path)
     for part in ("step", "40", "4.00 steps/s", "0.2375", "1 of 2 units", "not finished", "Latest switches"):
         assert part in said
     assert "q[red]proj" in said, "a name in square brackets is no markup"
     assert "step 40: The entropy [bold]fell[/bold]." in said
+    assert "residual" not in said, "a notice is no alarm"
     assert "finished" in once(tmp_path)
 
 

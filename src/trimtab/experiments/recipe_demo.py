@@ -27,7 +27,7 @@ from trimtab.experiments.console import Column, arm_table, run_arms, single_thre
 from trimtab.experiments.exercise import exercise_summary
 from trimtab.experiments.recipes import RECIPES, make_recipe
 from trimtab.experiments.settings import DemoSettings, prepare_folder, write_whole
-from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
+from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
 from trimtab.precision import find_units
 from trimtab.trace import open_run
 
@@ -97,7 +97,7 @@ def run_recipe_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     plan = TrainingPlan(num_steps=settings.num_steps, seed=settings.seed)
     load = partial(load_corpus, tokenizer=settings.tokenizer, sequence=plan.sequence)
     if needs.needs_adapters:
-        earlier, later = _halves(documents)
+        earlier, later = halves(documents)
         corpus = load(later)
         make_model = _adapted(load(earlier), plan, console)
     else:
@@ -139,14 +139,6 @@ def _adapted(corpus: Corpus, plan: TrainingPlan, console: Console) -> Callable[[
     with single_thread():
         base = pretrain_small_base(corpus, steps=plan.num_steps, seed=plan.seed)
     return lambda: add_lora(copy.deepcopy(base), seed=plan.seed)
-
-
-def _halves(documents: list[str]) -> tuple[list[str], list[str]]:
-    """The earlier and the later half of the text; of a single document, its two halves."""
-    if len(documents) == 1:
-        [text] = documents
-        return [text[: len(text) // 2]], [text[len(text) // 2 :]]
-    return documents[: len(documents) // 2], documents[len(documents) // 2 :]
 
 
 def _convertible(model: nn.Module, recipe: Any) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError, MissingExtraError
 
-__all__ = ["Corpus", "TextBatches", "load_corpus", "read_files", "read_speeches"]
+__all__ = ["Corpus", "TextBatches", "halves", "load_corpus", "read_files", "read_speeches"]
 
 # One document in this many is held out for validation, whole, so that no sentence of it is trained on.
 _HOLD_OUT_EVERY = 20
@@ -186,3 +186,16 @@ def _train_bpe(text: str, vocab_size: int) -> Any:
     )
     tokenizer.train_from_iterator([text[i : i + 10_000] for i in range(0, len(text), 10_000)], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def halves(documents: list[str]) -> tuple[list[str], list[str]]:
+    """The earlier and the later half of the text; of a single document, its two halves.
+
+    Example:
+        >>> halves(["a", "b", "c"]), halves(["abcd"])
+        ((['a'], ['b', 'c']), (['ab'], ['cd']))
+    """
+    if len(documents) == 1:
+        [text] = documents
+        return [text[: len(text) // 2]], [text[len(text) // 2 :]]
+    return documents[: len(documents) // 2], documents[len(documents) // 2 :]

@@ -98,6 +98,10 @@ class BitFlips(WindowFault):
         self._switch(holds)
         return self.started(step)
 
+    def resume(self, step: int) -> None:
+        """The bits of a weight that flip for ``step`` have flipped in the checkpoint."""
+        self._last_flipped = step
+
     def put(self) -> None:
         """Flip bits of the weight, or have those of its gradient flip."""
         if self.flips_in == "weight":

@@ -63,7 +63,7 @@ class LargeLearningRate(WindowFault):
     def put(self) -> None:
         """Watch the optimizer step."""
         self._hooks = [
-            self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._raise()),
+            self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._put_back()),
         ]
 
@@ -79,6 +79,20 @@ class LargeLearningRate(WindowFault):
         # A guard begins a step before the optimizer has stepped for the one before it, which may be the last to suffer.
         self._switch(self.start_step <= step <= self.end_step)
         return self.started(step)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Raise the rate, or have it raised once a closure has run: the guard's step may be part of it."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._raise()
+            return None
+
+        def raising(*given: Any) -> Any:
+            loss = closure(*given)
+            self._raise()
+            return loss
+
+        return (args[0], raising), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _raise(self) -> None:
         if self._rates is not None or not (self._step is None or self.start_step <= self._step - 1 < self.end_step):

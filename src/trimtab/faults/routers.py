@@ -99,6 +99,11 @@ class RouterFault(WindowFault):
             self._switch(False)
         return self.started(step)
 
+    def resume(self, step: int) -> None:
+        """The checkpoint's weights are changed already, or changed back."""
+        if self.change != "no_aux_loss":
+            self._is_on = self.start_step <= step < self.end_step
+
     @torch.no_grad()
     def put(self) -> None:
         """Change the routers."""

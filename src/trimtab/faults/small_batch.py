@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimtab.faults.window import WindowFault, check_whole
 
-__all__ = ["SmallBatch"]
+__all__ = ["SmallBatch", "cut_by"]
 
 Batch = TypeVar("Batch")
 
@@ -63,6 +63,19 @@ class SmallBatch(WindowFault):
         """
         for batch in loader:
             yield self.cut(batch)
+
+
+def cut_by(faults: Iterable[SmallBatch], loader: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches of ``loader``, each cut by all of ``faults`` that hold as it is asked for.
+
+    Example:
+        >>> with SmallBatch(num_samples=2) as fault:
+        ...     list(cut_by([fault, SmallBatch(num_samples=1)], [[Tensor(3)]]))[0][0].shape
+        torch.Size([2])
+    """
+    for fault in faults:
+        loader = fault.batches(loader)
+    yield from loader
 
 
 def _cut(batch: Any, num_samples: int) -> Any:

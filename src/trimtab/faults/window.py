@@ -77,10 +77,18 @@ class WindowFault(ABC):
 
     def started(self, step: int) -> list[tuple[str, Mapping[str, Any]]]:
         """What the record keeps of it at ``step``."""
-        if step != self.start_step:
-            return []
+        return [(self.place, self.described())] if step == self.start_step else []
+
+    def described(self) -> dict[str, Any]:
+        """What it is, when it holds, and its settings; JSON-able."""
         window = {"start_step": self.start_step, "num_steps": self.num_steps, "seed": self.seed}
-        return [(self.place, {"fault": self.kind, **window, **self.settings()})]
+        return {"fault": self.kind, **window, **self.settings()}
+
+    def resume(self, step: int) -> None:  # noqa: B027
+        """A checkpoint was loaded that was made with this fault, once ``step`` had begun; ``begin_step`` comes next.
+
+        For what acts on weights: the checkpoint has them as they were then, so it is not done to them again.
+        """
 
     def end(self) -> None:
         """Take it away for good, whatever the step."""

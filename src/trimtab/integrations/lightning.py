@@ -7,6 +7,7 @@ own goes. The module and the trainer are left alone. State and the monitors' ten
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import warnings
@@ -21,6 +22,9 @@ from torch import Tensor
 from trimtab.alarm_response import AlarmAction
 from trimtab.control import PolicyLike, robust
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning, verbatim
+from trimtab.faults.factories import FaultFactory, checked_faults, made_faults
+from trimtab.faults.protocol import Fault
+from trimtab.faults.small_batch import SmallBatch
 from trimtab.guard import Guard, attach
 from trimtab.monitors import Monitor
 from trimtab.precision import Recipe, Selection
@@ -67,6 +71,11 @@ class TrimtabCallback(Callback):
         monitors: Further monitors.
         record: Folder or file of the run record; None keeps none.
         units: Which modules to watch; see ``trimtab.attach``. Names begin at the LightningModule.
+        faults: Faults on purpose, for experiments: see ``trimtab.faults``. One that acts on the model or the optimizer
+            is made by a function, ``lambda module, optimizer: BitFlips(module, ...)``; of several optimizers it is
+            given the first. They hold in their steps, also when training resumes within them, and are recorded.
+            ``SmallBatch`` cuts the batches of ``training_step`` before they go to the device; it is refused where
+            ``training_step`` fetches them itself, from a ``dataloader_iter``.
         on_alarm: What else is done about an alarm; see ``trimtab.attach``. With ``trimtab.monitors.StopTraining`` the
             trainer stops after the step that follows it.
         monitor_detail: Whether the guard's ``metrics`` names the monitors' values at each place too.
@@ -93,6 +102,7 @@ class TrimtabCallback(Callback):
         on_alarm: Sequence[AlarmAction] = (),
         monitor_detail: bool = False,
         log_metrics: bool = False,
+        faults: Sequence[Fault | FaultFactory] = (),
     ) -> None:
         self.recipe = recipe
         self.policy = policy
@@ -102,6 +112,7 @@ class TrimtabCallback(Callback):
         self.on_alarm = on_alarm
         self.monitor_detail = monitor_detail
         self.log_metrics = log_metrics
+        self.faults = checked_faults(faults)
         self.guard: Guard | None = None
         self._plugin: Any = None
         self._module: Any = None
@@ -141,6 +152,7 @@ class TrimtabCallback(Callback):
             loaded, self._loaded = self._loaded or self._saved, None
             if trainer.global_step > 0:
                 self._restore(loaded, trainer.global_step)
+            self._inject(trainer, pl_module)
             self._saved, self._last_logged = {}, self.guard.num_steps
         except BaseException:
             self._release(finished=False)
@@ -242,9 +254,38 @@ class TrimtabCallback(Callback):
             lambda *a, **k: self._clip(clip, trainer, *a, **k),
         )
         for name, wrapper in zip(_WRAPPED, ours, strict=True):
-            # What the user has put on the instance goes back there; what its class has needs no entry.
-            self._wrappers[name] = (wrapper, plugin.__dict__.get(name))
-            setattr(plugin, name, wrapper)
+            self._put(name, wrapper)
+
+    def _put(self, name: str, wrapper: Callable[..., Any]) -> None:
+        # What the user has put on the instance goes back there; what its class has needs no entry.
+        self._wrappers[name] = (wrapper, self._plugin.__dict__.get(name))
+        setattr(self._plugin, name, wrapper)
+
+    def _inject(self, trainer: Any, module: Any) -> None:
+        """Inject the faults, after the state is loaded: they go on where the run before stopped."""
+        assert self.guard is not None
+        faults = made_faults(self.faults, module, trainer.optimizers)
+        small = [fault for fault in faults if isinstance(fault, SmallBatch)]
+        if small and "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise ConfigError(
+                "faults",
+                verbatim("SmallBatch"),
+                "training_step takes a dataloader_iter, and its batches are cut by nobody else.",
+                "Cut them there: fault.batches(dataloader_iter) with guard.inject(fault).",
+            )
+        for fault in faults:
+            self.guard.inject(fault)
+        if small:
+            # Each batch passes here on its way to the device, once it is fetched and the step before it is over.
+            convert = self._plugin.convert_input
+
+            def cut(batch: Any) -> Any:
+                if trainer.training:
+                    for fault in small:
+                        batch = fault.cut(batch)
+                return convert(batch)
+
+            self._put("convert_input", cut)
 
     def _release(self, finished: bool) -> None:
         plugin, self._plugin, self._module = self._plugin, None, None

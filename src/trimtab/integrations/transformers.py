@@ -27,6 +27,9 @@ from torch import Tensor
 from trimtab.alarm_response import AlarmAction
 from trimtab.control import PolicyLike, robust
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning, verbatim
+from trimtab.faults.factories import FaultFactory, checked_faults, made_faults
+from trimtab.faults.protocol import Fault
+from trimtab.faults.small_batch import SmallBatch, cut_by
 from trimtab.guard import Guard, attach, guards_of
 from trimtab.monitors import Monitor
 from trimtab.precision import Recipe, Selection
@@ -63,6 +66,10 @@ class TrimtabCallback(TrainerCallback):
         monitors: Further monitors.
         record: Folder or file of the run record; None keeps none.
         units: Which modules to watch; see ``trimtab.attach``.
+        faults: Faults on purpose, for experiments: see ``trimtab.faults``. One that acts on the model or the optimizer
+            is made by a function, ``lambda model, optimizer: BitFlips(model, ...)``. They hold in their steps, also
+            when training resumes within them, and are recorded. ``SmallBatch`` cuts the batches before the Trainer
+            counts their tokens, so that the loss is the mean over what is left.
         on_alarm: What else is done about an alarm; see ``trimtab.attach``. With ``trimtab.monitors.StopTraining`` the
             Trainer stops at the end of the step after it.
         monitor_detail: Whether the guard's ``metrics`` names the monitors' values at each place too.
@@ -89,6 +96,7 @@ class TrimtabCallback(TrainerCallback):
         on_alarm: Sequence[AlarmAction] = (),
         monitor_detail: bool = False,
         log_metrics: bool = False,
+        faults: Sequence[Fault | FaultFactory] = (),
     ) -> None:
         self.recipe = recipe
         self.policy = policy
@@ -98,6 +106,7 @@ class TrimtabCallback(TrainerCallback):
         self.on_alarm = on_alarm
         self.monitor_detail = monitor_detail
         self.log_metrics = log_metrics
+        self.faults = checked_faults(faults)
         self.guard: Guard | None = None
         self._trainer: Trainer | None = None
         self._wrappers: dict[str, tuple[Any, Any]] = {}
@@ -131,6 +140,11 @@ class TrimtabCallback(TrainerCallback):
         if state.global_step > 0:
             folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
             self._restore(state, folder if checkpoint is None else Path(checkpoint))
+        try:
+            self._inject(trainer, model)
+        except BaseException:
+            self._release(finished=False)
+            raise
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop where an action on an alarm has asked for it."""
@@ -182,9 +196,25 @@ class TrimtabCallback(TrainerCallback):
             lambda logs, *a, **k: log(self._with_metrics(logs), *a, **k),
         )
         for name, wrapper in zip(_WRAPPED, ours, strict=True):
-            # What the user has put on the instance goes back there; what its class has needs no entry.
-            self._wrappers[name] = (wrapper, trainer.__dict__.get(name))
-            setattr(trainer, name, wrapper)
+            self._put(trainer, name, wrapper)
+
+    def _put(self, trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> None:
+        # What the user has put on the instance goes back there; what its class has needs no entry.
+        self._wrappers[name] = (wrapper, trainer.__dict__.get(name))
+        setattr(trainer, name, wrapper)
+
+    def _inject(self, trainer: Trainer, model: Any) -> None:
+        """Inject the faults, after the state is loaded: they go on where the run before stopped."""
+        assert self.guard is not None
+        optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+        faults = made_faults(self.faults, model, optimizers)
+        for fault in faults:
+            self.guard.inject(fault)
+        small = [fault for fault in faults if isinstance(fault, SmallBatch)]
+        if small:
+            # Here all batches of a step are fetched, once the step before it is over, and their tokens counted.
+            fetch = trainer.get_batch_samples
+            self._put(trainer, "get_batch_samples", lambda batches, *a, **k: fetch(cut_by(small, batches), *a, **k))
 
     def _release(self, finished: bool) -> None:
         trainer, self._trainer = self._trainer, None

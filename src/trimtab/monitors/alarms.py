@@ -1,5 +1,7 @@
 """What raises an alarm, and what an alarm says: rules by metric, judged place by place, one alarm an episode.
 
+A rule's level may be a *notice* instead: what is worth knowing beside an alarm and calls for none by itself.
+
 An *episode* of a metric begins when enough of its places give alarm, and ends when none does any more. It is one alarm,
 with the places it began with; a mechanism that fails in 200 heads is not 200 alarms.
 """
@@ -10,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,10 @@ from numpy.typing import NDArray
 from trimtab.errors import ConfigError
 from trimtab.monitors.detectors import Detector, PlaceDetector
 
-__all__ = ["Alarm", "AlarmRule", "AlarmWatch", "EpisodeChange", "Judgement", "Reading"]
+__all__ = ["Alarm", "AlarmLevel", "AlarmRule", "AlarmWatch", "EpisodeChange", "Judgement", "Reading"]
+
+AlarmLevel = Literal["alarm", "notice"]
+"""An alarm is warned of and acted on; a notice is kept, as evidence for the diagnosis."""
 
 _SHOWN_PLACES = 3
 
@@ -46,6 +51,8 @@ class AlarmRule:
             ``{reference}``, ``{places}`` and ``{num_places}`` are filled in, in the manner of ``str.format``.
         mechanism: What it is a sign of, for the diagnosis; None: what the monitor says, its ``mechanism`` or its name.
         fire_at: How many places have to give alarm at once: an int is a count, a float a share of all of them.
+        level: "alarm", or "notice" for what is harmless by itself and changes what an alarm means: it goes into the
+            record and the diagnosis, and nothing else is done about it.
 
     Raises: ConfigError: when a setting cannot be meant.
 
@@ -60,6 +67,7 @@ class AlarmRule:
     sentence: str
     mechanism: str | None = None
     fire_at: int | float = 1
+    level: AlarmLevel = "alarm"
 
     def __post_init__(self) -> None:
         if not isinstance(self.detector, Detector):
@@ -74,6 +82,8 @@ class AlarmRule:
                 "an int counts places, 1 or more; a float is a share of them above 0, up to 1.",
                 "Set 1 for any place.",
             )
+        if self.level not in get_args(AlarmLevel):
+            raise ConfigError("level", self.level, "it is 'alarm' or 'notice'.", "Choose one of the two.")
         try:
             self.said("", (), 0.0, 0.0)
         except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
@@ -91,6 +101,7 @@ class AlarmRule:
             "sentence": self.sentence,
             "mechanism": self.mechanism,
             "fire_at": self.fire_at,
+            "level": self.level,
         }
 
     def needed(self, num_places: int) -> int:
@@ -140,6 +151,8 @@ class Alarm:
     """What it was held against there: its peak, a level."""
     sentence: str
     """What has happened, for the user."""
+    level: AlarmLevel = "alarm"
+    """"notice": only evidence."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
@@ -147,8 +160,8 @@ class Alarm:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Alarm:
-        """What ``to_dict`` gave; keys that are no field are left out."""
-        known = {name: values[name] for name in cls.__dataclass_fields__}
+        """What ``to_dict`` gave; keys that are no field are left out, and one without a level is an alarm."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name != "level"}
         return cls(**known | {"places": tuple(values["places"])})
 
 
@@ -168,6 +181,8 @@ class EpisodeChange:
     """Those that joined; those that the episode had in all."""
     alarm_step: int
     """``step`` of the episode's alarm."""
+    level: AlarmLevel = "alarm"
+    """Of that alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +192,12 @@ class Judgement:
     Args:
         alarms: Episodes that begin.
         changes: What happened in those that go on.
+        notices: Episodes of rules of that level that begin.
     """
 
     alarms: tuple[Alarm, ...]
     changes: tuple[EpisodeChange, ...]
+    notices: tuple[Alarm, ...] = ()
 
 
 @dataclass(slots=True)
@@ -240,7 +257,8 @@ class AlarmWatch:
                 del self._rules[key]
                 text = f"The alarm on {key[1]!r} of the monitor {key[0]!r} failed and is off from here on: {error!r}."
                 self._say_once(f"alarm rule {key}", text)
-        return Judgement(tuple(alarms), tuple(changes))
+        by_level = {level: tuple(a for a in alarms if a.level == level) for level in get_args(AlarmLevel)}
+        return Judgement(by_level["alarm"], tuple(changes), by_level["notice"])
 
     def _judge_one(
         self,
@@ -262,14 +280,14 @@ class AlarmWatch:
         if not places:
             ended = self._episodes.pop(key, None)
             if ended is not None and ended.alarm_step is not None:
-                changes.append(_change("ended", step, key, ended.places, ended.alarm_step))
+                changes.append(_change("ended", step, key, rule, ended.places, ended.alarm_step))
             return
         episode = self._episodes.setdefault(key, _Episode(step))
         if episode.alarm_step is not None:
             joined = [place for place in places if place not in episode.places]
             if joined:
                 episode.places += joined
-                changes.append(_change("joined", step, key, joined, episode.alarm_step))
+                changes.append(_change("joined", step, key, rule, joined, episode.alarm_step))
         elif len(places) >= rule.needed(len(reading.places)):
             signal, reference = detector.judged()
             worst = max(np.nonzero(on)[0].tolist(), key=lambda i: abs(signal[i] - reference[i]))
@@ -286,6 +304,7 @@ class AlarmWatch:
                     value=value,
                     reference=held_against,
                     sentence=rule.said(metric, places, value, held_against),
+                    level=rule.level,
                 )
             )
 
@@ -320,8 +339,19 @@ class AlarmWatch:
 
 
 def _change(
-    what: Literal["joined", "ended"], step: int, key: tuple[str, str], places: Sequence[str], alarm_step: int
+    what: Literal["joined", "ended"],
+    step: int,
+    key: tuple[str, str],
+    rule: AlarmRule,
+    places: Sequence[str],
+    alarm_step: int,
 ) -> EpisodeChange:
     return EpisodeChange(
-        what=what, step=step, monitor=key[0], metric=key[1], places=tuple(places), alarm_step=alarm_step
+        what=what,
+        step=step,
+        monitor=key[0],
+        metric=key[1],
+        places=tuple(places),
+        alarm_step=alarm_step,
+        level=rule.level,
     )

@@ -266,8 +266,8 @@ _ABOUT_ROUNDED = (
 def _alarm_rules() -> dict[str, AlarmRule]:
     rules = {
         "d2_entropy": AlarmRule(
-            # The entropy of a head falls by up to 80% and comes back within the first 400 steps of healthy runs; 8 readings
-            # are those. After them it fell by less than 30% in 8 of 8 (docs/experiments/healthy.md).
+            # In the first 400 steps of a healthy run, 8 readings, a head's entropy falls by up to 80% and comes back
+            # (docs/experiments/healthy.md).
             PeakDrop(0.50, warmup=8),
             "The updates of the query-key product of {places} gather in few directions: their spectral entropy is down "
             "to {value:.2f} from {reference:.2f}.",

@@ -126,6 +126,9 @@ def calibrate(
     left_out: dict[str, str] = {}
     for monitor in monitors:
         for metric, rule in monitor.alarm_rules.items():
+            if rule.level != "alarm":
+                left_out[f"{monitor.name}/{metric}"] = "it gives notices, and no alarm"
+                continue
             steps, values, places = record.readings(monitor.name, metric)
             if not len(steps):
                 left_out[f"{monitor.name}/{metric}"] = "the record holds no readings of it"

@@ -143,6 +143,18 @@ class MonitorGroup:
         reading._with_unknown = over_ranks is None
         return reading
 
+    @torch.no_grad()
+    def drop(self, step: int) -> None:
+        """The loss scaler skips this attempt at ``step``: none of it may be taken for a part of the next one."""
+        for monitor in list(self._monitors):
+            let_go = getattr(monitor, "drop", None)
+            if let_go is None:
+                continue
+            try:
+                let_go(step)
+            except Exception as error:
+                self._switch_off(monitor, error)
+
     def _gather(self, observed: Mapping[tuple[str, str], Tensor | NDArray[np.float64]], norms: Tensor) -> GroupReading:
         slots: list[_Slot] = []
         parts: dict[torch.device, list[Tensor]] = {}

@@ -21,7 +21,7 @@ class Monitor(Protocol):
     """Reads something off a model after each backward.
 
     This is all that has to be there; ``BaseMonitor`` lists what may be there beside it: alarm rules, names of places,
-    tensors that a checkpoint keeps.
+    tensors that a checkpoint keeps, what is done about a step that is skipped.
 
     Attributes:
         name: The ``<monitor>`` part of its metric names, ``trimtab/<monitor>/<aggregate>``.
@@ -63,6 +63,9 @@ class MonitorContext:
     """Warn the user; the same text only once, and the record keeps it."""
     units: tuple[str, ...] = ()
     """Names of the watched units, from the input to the loss."""
+    loss: Callable[[], Tensor | None] | None = None
+    """For ``observe``: the step's loss, a scalar that is not waited for, as ``guard.observe`` was told, or else the
+    mean of those of the model's outputs; it returns None where neither is known. None: look for it yourself."""
 
 
 class BaseMonitor(ABC):
@@ -106,6 +109,13 @@ class BaseMonitor(ABC):
     @abstractmethod
     def observe(self, step: int) -> Mapping[str, Tensor | float]:
         """Values of optimizer step ``step``, by metric; see ``Monitor.observe``."""
+
+    def drop(self, step: int) -> None:  # noqa: B027
+        """The loss scaler skips this attempt at ``step``: let go of what hooks have added up for it.
+
+        Called in place of ``observe``; the same step is tried again. Device work only. A monitor whose hooks add
+        nothing up has nothing to do.
+        """
 
     def stop(self) -> None:  # noqa: B027
         """Take every hook away; there is none unless a subclass places one."""

@@ -80,12 +80,16 @@ class ResidualNorm(BaseMonitor):
         rms = torch.stack([peak.to(self._peaks[0].device) for peak in self._peaks])
         # NaN where a layer has not run: "no value", which detectors pass over.
         rms = torch.where(rms < 0, torch.nan, rms)
-        for peak in self._peaks:
-            peak.fill_(-1.0)
+        self.drop(step)
         usual = torch.full_like(rms, torch.nan) if self._usual is None else self._usual.to(rms.device)
         mean = torch.where(usual.isnan(), rms, torch.lerp(usual, rms, 0.05))
         self._usual = torch.where(rms.isfinite(), mean, usual)
         return {"rms": rms, "growth": rms / usual}
+
+    def drop(self, step: int) -> None:
+        """Forget what the hooks have noted: the step is over, or its loss scaler skips it."""
+        for peak in self._peaks:
+            peak.fill_(-1.0)
 
     def places(self, metric: str) -> Sequence[str]:
         """One name an entry of the value."""

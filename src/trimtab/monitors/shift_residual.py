@@ -70,7 +70,7 @@ class ShiftResidual(BaseMonitor):
       is coherent and far too small to matter.
 
     An alarm is given while the coherence is above 0.5: 14 steps after a bias begins. A residual above 4e-3 for some
-    steps is noticed for the diagnosis, and is no alarm: unbiased rounding does that too, and no harm. Keys are seen on
+    steps is a notice, for the diagnosis, and no alarm: unbiased rounding does that too, and no harm. Keys are seen on
     their way into the attention function of transformers' modules, or by ``watch_keys``. Layers in which the gradients
     need not sum to zero, those with attention sinks or a soft-cap on the logits, are left out, and a warning names the
     first and says why. An attention that is no softmax, such as a sigmoid one, cannot be told from outside: do not
@@ -118,7 +118,14 @@ class ShiftResidual(BaseMonitor):
                 Above(0.5, warmup=0),
                 "The key gradients of {places} do not sum to zero, and what is left keeps its direction (coherence "
                 "{value:.2f}, above {reference:.2f}): the attention backward is biased.",
-            )
+            ),
+            "residual": AlarmRule(
+                Above(4e-3, warmup=0, ewma=0.1),
+                "The key gradients of {places} do not sum to zero (residual {value:.1e}, above {reference:.1e}): the "
+                "attention backward is inexact.",
+                mechanism="inexact attention backward",
+                level="notice",
+            ),
         }
         self._watch = KeyWatch(self._say)
         # By layer, the mean direction of each head. Shape (heads, d_head).
@@ -149,6 +156,10 @@ class ShiftResidual(BaseMonitor):
             rows.append(torch.stack(values[layer]).to(device) if layer in values else none)
         residual, coherence = torch.cat(rows, dim=1).unbind()
         return {"residual": residual, "coherence": coherence}
+
+    def drop(self, step: int) -> None:
+        """Forget the gradients of a step that is skipped."""
+        self._watch.take()
 
     def places(self, metric: str) -> Sequence[str]:
         """``layer_3/head_1``: the layer's number in the model, and that of the key head in the layer."""

@@ -37,19 +37,21 @@ class UsualSignals(BaseMonitor):
     - ``update_ratio`` of each unit, ``|W_t - W_(t-1)| / |W_(t-1)|``: how far the last optimizer step moved its trained
       parameters. It is told a step later, and NaN where there is no last step to compare with. It is an estimate, from
       up to 16,384 evenly spaced elements of each parameter (and of a sharded one, of what this rank holds): exact for
-      smaller ones, to about 1% for larger ones. Between two readings a float32 copy of these elements is kept. Weights
-      of 16 bits move in steps; what an optimizer keeps beside them is not seen.
+      smaller ones, to about 1% for larger ones. From the step before a reading on, a float32 copy of these elements is
+      kept. Weights of 16 bits move in steps; what an optimizer keeps beside them is not seen.
     - ``attention_logit_bound`` of each layer whose attention transformers looks up: the greatest ``|q| |k|`` of two
       tokens of one head and sequence, times the scale of the logits. No logit is larger, and the largest is usually a
       good deal smaller: a *bound*, which costs one look at queries and keys, where the logits themselves are nowhere
       in memory. Masks and padding are not looked at, biases on the logits not counted.
-    - ``loss_excess``, ``loss_rise`` of the model: see ``LossSignals``. They are there where the model's output has a
-      ``loss``. Alarms: an excess above 8, a rise above 0.1.
+    - ``loss_excess``, ``loss_rise`` of the model: see ``LossSignals``. The loss is what ``guard.observe`` was told, or
+      that of the model's outputs; without either there is none. Alarms: an excess above 8, a rise above 0.1.
 
     Only forwards in training mode count. In a compiled model, the bounds are computed in its graph.
 
     Args:
-        every_steps: Optimizer steps from one reading to the next; the loss is followed at every step.
+        every_steps: Optimizer steps from one reading to the next; the loss is followed at every step. A reading looks
+            at two copies of the sampled weights, most of which are in no cache by then, so 1 costs several times as
+            much. Between readings the hooks do nothing, except in compiled code.
         units: What an update ratio is of, as ``find_units`` takes it.
 
     Raises: ConfigError: when a setting cannot be meant; from ``start``, when ``units`` names what the model has not.
@@ -58,7 +60,7 @@ class UsualSignals(BaseMonitor):
 
     Example:
         >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False)])})
-        >>> monitor = UsualSignals()
+        >>> monitor = UsualSignals(every_steps=1)
         >>> monitor.start(model)
         >>> first = monitor.observe(1)
         >>> _ = model["layers"][0].weight.data.mul_(1.01)  # an optimizer step
@@ -79,7 +81,7 @@ class UsualSignals(BaseMonitor):
         ),
     }
 
-    def __init__(self, every_steps: int = 1, *, units: Selection = "block") -> None:
+    def __init__(self, every_steps: int = 10, *, units: Selection = "block") -> None:
         if not _is_count(every_steps):
             raise ConfigError("every_steps", every_steps, "it counts steps, 1 or more.", "Set an int of 1 or more.")
         self._every_steps = int(every_steps)
@@ -104,7 +106,8 @@ class UsualSignals(BaseMonitor):
         attention = attention_modules(model)
         self._bounds = {name: _Bound(module) for name, module in attention.items()}
         self._undo = [place_around(attention[name], bound) for name, bound in self._bounds.items()]
-        self._undo.append(model.register_forward_hook(LossHook(self._losses)).remove)
+        if self.context is None or self.context.loss is None:
+            self._undo.append(model.register_forward_hook(LossHook(self._losses)).remove)
         self._layers = {
             "update_ratio": layer_places([unit.name for unit in self._units], modules),
             "attention_logit_bound": layer_places(list(attention), modules),
@@ -113,7 +116,7 @@ class UsualSignals(BaseMonitor):
     @torch.no_grad()
     def observe(self, step: int) -> dict[str, Tensor]:
         """The values of a step: of the loss always, of the rest where a reading is due."""
-        values = self._loss.update(*mean_loss(self._losses))
+        values = self._loss.update(*self._step_loss())
         is_due, is_next = step % self._every_steps == 0, (step + 1) % self._every_steps == 0
         samples = self._sample() if is_due or is_next else []
         if is_due:
@@ -123,8 +126,15 @@ class UsualSignals(BaseMonitor):
                 values["attention_logit_bound"] = self._bounds_of_step()
         for bound in self._bounds.values():
             bound.clear()
+            bound.is_due = is_next
         self._samples, self._step = (samples, step) if is_next else ([], None)
         return values
+
+    def drop(self, step: int) -> None:
+        """Forget the loss and the queries and keys of a step that the loss scaler skips."""
+        self._losses.clear()
+        for bound in self._bounds.values():
+            bound.clear()
 
     def places(self, metric: str) -> Sequence[str]:
         """``layer_<i>`` of each unit or attention module; the loss is the model's."""
@@ -141,6 +151,7 @@ class UsualSignals(BaseMonitor):
         self._samples, self._step, self._loaded_step = [], None, state["step"]
         for bound in self._bounds.values():
             bound.clear()
+            bound.is_due = True  # whether the next step is due is not known until it is observed
 
     def tensor_state(self) -> dict[str, Tensor]:
         """The copied elements, by the number of their parameter, and what is kept of the loss."""
@@ -159,6 +170,14 @@ class UsualSignals(BaseMonitor):
         self._losses.clear()
         self._loss = LossSignals()
         self._units, self._bounds, self._samples, self._step, self._layers = [], {}, [], None, {}
+
+    def _step_loss(self) -> list[Tensor]:
+        """The loss of the step in a list, or an empty one: the guard's, or without a guard that of the outputs."""
+        told = None if self.context is None else self.context.loss
+        if told is None:
+            return mean_loss(self._losses)
+        loss = told()
+        return [] if loss is None else [loss]
 
     def _parameters(self) -> list[list[nn.Parameter]]:
         """The trained parameters of each unit; read anew each time, since a wrapper may replace them."""
@@ -287,15 +306,18 @@ class _Bound:
 
     Attributes:
         peak: The bound over the forwards since it was cleared, -1 before the first. 0-dimensional.
+        is_due: Whether the step's values will be asked for.
     """
 
     def __init__(self, module: nn.Module) -> None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         # The same tensor at all times, as compiled code writes to it.
         self.peak = torch.full((), -1.0, device=device)
+        self.is_due = True
 
     def __call__(self, attention: Attention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module.training:
+        # Compiled code cannot ask whether it is due: it would be compiled anew whenever the answer changed.
+        if module.training and (torch.compiler.is_compiling() or self.is_due):
             self.note(args[0], args[1], kwargs.get("scaling"))
         return attention(module, *args, **kwargs)
 

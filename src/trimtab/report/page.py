@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from trimtab._version import __version__
 from trimtab.control import REASONS
 from trimtab.errors import ConfigError, RecordError
-from trimtab.report.page_data import FaultSpan, PageRun, UnitTotals, gather_run
+from trimtab.report.page_data import AlarmSpan, FaultSpan, PageRun, UnitTotals, gather_run
 from trimtab.report.settings import ReportSettings
 from trimtab.trace import find_runs, open_run, record_path
 
-__all__ = ["build_page", "write_report"]
+__all__ = ["build_page", "records_of", "write_report"]
 
 _MOST_ROWS = 200
 """Rows of a table; a run may have thousands of faults."""
@@ -49,7 +49,7 @@ def write_report(settings: ReportSettings) -> Path:
         ConfigError: when a path does not exist or holds no record, or the page cannot be written.
         RecordError: when none of the records can be read.
     """
-    paths = _records(settings.runs)
+    paths = records_of(settings.runs)
     runs: list[PageRun] = []
     refusals: list[str] = []
     last: RecordError | None = None
@@ -94,7 +94,11 @@ def build_page(runs: Sequence[PageRun], refusals: Sequence[str] = ()) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: content[found[1]], template)
 
 
-def _records(paths: Sequence[Path]) -> list[Path]:
+def records_of(paths: Sequence[Path]) -> list[Path]:
+    """The records at or under ``paths``, each once.
+
+    Raises: ConfigError: when a path does not exist or holds no record.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -173,6 +177,7 @@ def _run_data(run: PageRun, name: str) -> dict[str, Any]:
         "budget": run.budget,
         "saved_bytes": run.saved_bytes,
         "alarms": [asdict(alarm) for alarm in run.alarms],
+        "notices": [asdict(notice) for notice in run.notices],
         "faults": sorted([min(fault.step, fault.end_step - 1), fault.end_step] for fault in run.faults),
         "cells": None,
         "readings": [
@@ -218,7 +223,8 @@ def _run(i: int, run: PageRun, name: str) -> str:
         blocks.append(f'<div class="charts" data-run="{i}"><noscript>The charts need JavaScript.</noscript></div>')
     blocks += [
         _units(run.units, run.summary.num_steps),
-        _alarms(run),
+        _episodes("Alarms", run.alarms),
+        _episodes("Notices", run.notices),
         _faults(run.faults),
         _costs(run),
         "</section>",
@@ -269,8 +275,9 @@ def _diagnosis(run: PageRun) -> str:
         text = "No alarm." if run.config.get("monitors") else "No monitor was on; nothing could give alarm."
         return f'<p class="diagnosis healthy"><strong>Diagnosis:</strong> {text}</p>' if not run.alarms else ""
     mechanism, advice, evidence = run.diagnosis
+    kind = "diagnosis" if mechanism != "healthy" else "diagnosis healthy"
     return (
-        f'<div class="diagnosis"><p><strong>Diagnosis: {escape(mechanism)}.</strong> {escape(advice)}</p>'
+        f'<div class="{kind}"><p><strong>Diagnosis: {escape(mechanism)}.</strong> {escape(advice)}</p>'
         f"<details><summary>Evidence ({len(evidence)})</summary>{_list(evidence)}</details></div>"
     )
 
@@ -299,7 +306,7 @@ def _rank(risk: float) -> float:
     return -1.0 if math.isnan(risk) else risk
 
 
-def _alarms(run: PageRun) -> str:
+def _episodes(title: str, episodes: Sequence[AlarmSpan]) -> str:
     rows = [
         (
             f"{alarm.step:,}",
@@ -308,10 +315,10 @@ def _alarms(run: PageRun) -> str:
             ", ".join(place or "the model" for place in alarm.places[:4]) + (", …" if len(alarm.places) > 4 else ""),
             alarm.sentence,
         )
-        for alarm in run.alarms
+        for alarm in episodes
     ]
     heads = ("step", "lasted", "metric", "places", "what")
-    return _fold(f"Alarms ({len(rows):,})", _table(heads, rows)) if rows else ""
+    return _fold(f"{title} ({len(rows):,})", _table(heads, rows)) if rows else ""
 
 
 def _faults(faults: Sequence[FaultSpan]) -> str:

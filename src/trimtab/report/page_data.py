@@ -84,7 +84,7 @@ class UnitTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlarmSpan:
-    """One alarm: an episode."""
+    """One alarm or notice: an episode."""
 
     step: int
     first_step: int
@@ -147,8 +147,9 @@ class PageRun:
     budget: int | None
     """Most units on the recovery path at once; None where the policy does not say."""
     alarms: tuple[AlarmSpan, ...]
+    notices: tuple[AlarmSpan, ...]
     diagnosis: tuple[str, str, tuple[str, ...]] | None
-    """Mechanism, advice and evidence; None without an alarm."""
+    """Mechanism, advice and evidence; None without an alarm or a notice."""
     faults: tuple[FaultSpan, ...]
     remarks: tuple[str, ...]
     """Warnings, gaps, restarts."""
@@ -186,7 +187,6 @@ def gather_run(run: Run, num_runs: int = 1) -> PageRun:
     names = tuple(unit.name for unit in units)
     gathered, segments = run.fold(lambda: _Gather(names, start + 1, width, num_bins))
     summary = summarize(run)
-    alarms = _alarms(run.events("alarm"), run.events("note"))
     rows = gathered.rows()
     losses = rows["loss"][np.isfinite(rows["loss"])]
     return PageRun(
@@ -199,8 +199,9 @@ def gather_run(run: Run, num_runs: int = 1) -> PageRun:
         num_rows=len(rows["step"]),
         cells=gathered.cells(),
         budget=budget_of(run.config, sum(unit.recoverable for unit in units)),
-        alarms=alarms,
-        diagnosis=_diagnosis(run.events("alarm")),
+        alarms=_episodes(run.events("alarm"), run.events("note")),
+        notices=_episodes(run.events("notice"), run.events("note")),
+        diagnosis=_diagnosis(run.events("alarm"), run.events("notice")),
         faults=tuple(_fault(event) for event in run.events("fault")),
         remarks=_remarks(run.events(), segments, summary),
         readings=_readings(run, MAX_READING_POINTS // num_runs),
@@ -419,10 +420,11 @@ def _step_seconds(rows: dict[str, NDArray[Any]]) -> float | None:
     return float(np.median(times)) if len(times) else None
 
 
-def _alarms(events: Sequence[Event], notes: Sequence[Event]) -> tuple[AlarmSpan, ...]:
+def _episodes(events: Sequence[Event], notes: Sequence[Event]) -> tuple[AlarmSpan, ...]:
+    """Alarms, or notices; what became of them is in the notes, by kind."""
     ended: dict[tuple[Any, Any, Any], int] = {}
     for note in notes:
-        change = note.data.get("alarm")
+        change = note.data.get(events[0].kind) if events else None
         if isinstance(change, dict) and change.get("what") == "ended":
             ended[change.get("monitor"), change.get("metric"), change.get("alarm_step")] = note.step
     spans = []
@@ -444,22 +446,22 @@ def _alarms(events: Sequence[Event], notes: Sequence[Event]) -> tuple[AlarmSpan,
     return tuple(spans)
 
 
-def _diagnosis(events: Sequence[Event]) -> tuple[str, str, tuple[str, ...]] | None:
-    if not events:
+def _diagnosis(alarms: Sequence[Event], notices: Sequence[Event]) -> tuple[str, str, tuple[str, ...]] | None:
+    if not alarms and not notices:
         return None
-    # Loads torch, which a run without alarms has no need to wait for.
+    # Loads torch, which a run without them has no need to wait for.
     from trimtab.monitors.alarms import Alarm
     from trimtab.monitors.diagnosis import diagnose
 
-    alarms = []
-    for event in events:
+    known = []
+    for event in (*alarms, *notices):
         try:
-            alarms.append(Alarm.from_dict(event.data))
+            known.append(Alarm.from_dict(event.data))
         except (KeyError, TypeError):  # an alarm of somebody else's making
             continue
-    if not alarms:
+    if not known:
         return None
-    found = diagnose(alarms)
+    found = diagnose(known)
     return found.mechanism, found.advice, found.evidence
 
 

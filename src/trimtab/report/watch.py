@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from rich.text import Text
 
 from trimtab.errors import RecordError
 from trimtab.report.budget import budget_of
+from trimtab.report.for_machines import tail_summary
 from trimtab.report.settings import WatchSettings
 from trimtab.report.watch_data import RecordTail, active_names, read_tail, steps_per_second
 from trimtab.trace import record_path
@@ -38,8 +41,11 @@ def watch(
         RecordError: with ``once``, when the file is no record that can be read. Otherwise that is said in the frame,
             and looked at again: a writer may be about to put it right.
     """
-    console = console or Console()
     path = record_path(settings.run)
+    if settings.json:
+        _watch_for_machines(settings, path, sleep or time.sleep)
+        return
+    console = console or Console()
     if settings.once:
         console.print(frame(read_tail(path), str(settings.run), 0.0))
         return
@@ -56,6 +62,24 @@ def watch(
                 last, changed_at = now, time.monotonic()
             live.update(frame(tail, str(settings.run), time.monotonic() - changed_at, problem), refresh=True)
             (sleep or time.sleep)(settings.interval)
+
+
+def _watch_for_machines(settings: WatchSettings, path: Path, sleep: Callable[[float], None]) -> None:
+    """A line of JSON for the present state, and another each time that it is another one."""
+    last: str | None = None
+    while True:
+        try:
+            now = json.dumps(tail_summary(read_tail(path), settings.run))
+        except RecordError as error:
+            if settings.once:
+                raise
+            now = json.dumps(tail_summary(None, settings.run, str(error)))
+        if now != last:
+            print(now, flush=True)
+        if settings.once:
+            return
+        last = now
+        sleep(settings.interval)
 
 
 def frame(tail: RecordTail | None, name: str, quiet_s: float, problem: str | None = None) -> RenderableType:

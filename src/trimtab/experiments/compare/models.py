@@ -14,8 +14,7 @@ from torch import nn
 
 from trimtab.experiments.arms import TrainingPlan, build_model, train_arm
 from trimtab.experiments.faults.models import WatchedPlan, make_model
-from trimtab.experiments.recipe_demo import _halves
-from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
+from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
 from trimtab.precision import find_units
 
 __all__ = ["earlier_and_later", "model_maker", "pretrain_base", "switchable_units"]
@@ -34,7 +33,7 @@ def earlier_and_later(data: tuple[Path, ...], sequence: int) -> tuple[Corpus, Co
         MissingExtraError: when the built-in text is not installed.
     """
     documents = read_files(list(data)) if data else read_speeches()
-    earlier, later = (load_corpus(half, sequence=sequence) for half in _halves(documents))
+    earlier, later = (load_corpus(half, sequence=sequence) for half in halves(documents))
     return earlier, later
 
 

@@ -131,7 +131,7 @@ def scenario_row(
     last = [difference for _, difference in apart[-LEAVE_LOOKS:]]
     each = [difference for _, difference in apart]
     return {
-        "first_alarms": first_alarms(figures["alarms"]),
+        "first_alarms": first_alarms([*figures["alarms"], *figures["notices"]]),
         "first_mechanism_alarm": first,
         "loss_alarm": loss_alarm,
         "loss_leaves": left,

@@ -143,11 +143,12 @@ def _run_scenario(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
 
 
 def _figures(part: Part, run: WatchedRun, seconds: float) -> dict[str, Any]:
-    """What came of a part; the alarms are those of its own steps."""
+    """What came of a part; alarms and notices are those of its own steps."""
     first_step = 1 if part.scenario == BASE else part.start_step + 1
-    alarms = run.guard.alarms if run.guard is not None else ()
+    alarms, notices = (run.guard.alarms, run.guard.notices) if run.guard is not None else ((), ())
     return {
         "alarms": [alarm.to_dict() for alarm in alarms if alarm.step >= first_step],
+        "notices": [notice.to_dict() for notice in notices if notice.step >= first_step],
         "held_out": [list(pair) for pair in run.held_out],
         "digest": run.digest(),
         "num_parameters": sum(p.numel() for p in run.model.parameters()),

@@ -21,7 +21,7 @@ def said_of(
     Args:
         model: The kind of model, for what its monitors' alarms are a sign of: asked anew, so that a part that is
             finished need not be run again where a mechanism goes by another name since.
-        before: Alarms before the fault, which a user would not know to be false.
+        before: Alarms and notices before the fault; a user would not know those to be false.
         after: Those of the scenario.
     """
     mechanisms = {
@@ -33,6 +33,10 @@ def said_of(
         Alarm.from_dict({**alarm, "mechanism": mechanisms[alarm["monitor"], alarm["metric"]]})
         for alarm in (*before, *after)
     ]
-    own = [alarm.step for alarm in alarms[len(before) :] if alarm.mechanism != LOSS_MECHANISM]
+    own = [
+        alarm.step
+        for alarm in alarms[len(before) :]
+        if alarm.level == "alarm" and alarm.mechanism != LOSS_MECHANISM
+    ]
     at_first = [alarm for alarm in alarms if own and alarm.step <= min(own)]
     return {"said": diagnose(alarms).mechanism, "said_first": diagnose(at_first).mechanism}

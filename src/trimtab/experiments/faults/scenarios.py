@@ -93,7 +93,8 @@ def _all(*makers: _MakeFaults) -> _MakeFaults:
     return make
 
 
-_BIASED, _DYNAMICS, _ROUTER = "biased attention backward", "attention dynamics", "router"
+_BIASED, _INEXACT = "biased attention backward", "inexact attention backward"
+_DYNAMICS, _ROUTER = "attention dynamics", "router"
 
 HEALTHY = Scenario("healthy", "healthy twin", ("healthy",), _none, harmless=True)
 UNWATCHED = Scenario("unwatched", "healthy, unwatched", (), _none, watched=False, harmless=True)
@@ -103,7 +104,7 @@ SCENARIOS = (
     HEALTHY,
     UNWATCHED,
     NUDGED,
-    Scenario("truncated", "O truncated to 1 bit", (_BIASED,), _attention(1)),
+    Scenario("truncated", "O truncated to 1 bit", (_BIASED, _INEXACT), _attention(1)),
     Scenario(
         "rounded", "O rounded to 1 bit (control)", ("healthy",), _attention(1, "nearest"), ("dense",), harmless=True
     ),

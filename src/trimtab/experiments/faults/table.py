@@ -13,6 +13,7 @@ __all__ = ["MODEL_TITLES", "SIGNALS", "fault_tables", "markdown_table"]
 MODEL_TITLES = {"dense": "Dense (LLaMA)", "moe": "Mixture of experts (Mixtral)", "qk_norm": "QK-norm (Qwen3)"}
 
 SIGNALS = {
+    "shift_residual/residual": "inexact",
     "shift_residual/coherence": "coherence",
     "attention_spectrum/d2_entropy": "D2",
     "attention_spectrum/dwq_layer_entropy": "dWq",

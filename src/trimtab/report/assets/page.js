@@ -166,6 +166,7 @@
     const sign = svg("svg", { width: 14, height: 10, "aria-hidden": "true" });
     if (kind === "fault") sign.append(svg("path", { d: "M2 1H12L7 9Z", class: "fault" }));
     else if (kind === "alarm") sign.append(svg("path", { d: "M7 0L12 5L7 10L2 5Z", class: "alarm" }));
+    else if (kind === "notice") sign.append(svg("path", { d: "M7 0L12 5L7 10L2 5Z", class: "notice" }));
     else if (kind === "switch") sign.append(svg("path", { d: "M4 1V9M8 1V9M11 1V9", class: "switch" }));
     else if (kind === "limit") sign.append(svg("path", { d: "M0 5H14", class: "limit" }));
     else if (kind === "lost") sign.append(svg("path", { d: "M3 1L11 9M3 9L11 1", class: "lost" }));
@@ -659,13 +660,14 @@
   const packed = ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r;
   const rgb = (text) => [1, 3, 5].map((i) => parseInt(text.trim().slice(i, i + 2), 16));
 
-  // Alarms on a time line
+  // Alarms and notices on a time line
 
   function timeline(box, run, view) {
-    const names = [...new Set(run.alarms.map((alarm) => `${alarm.monitor}/${alarm.metric}`))];
+    const nameOf = (episode) => `${episode.monitor}/${episode.metric}`;
+    const names = [...new Set([...run.alarms, ...run.notices].map(nameOf))];
     const height = 22 + names.length * 34;
-    const drawing = svg("svg", { role: "img", height, "aria-label": `${run.alarms.length} alarms of ${names.length} metrics; the table below lists them` });
-    const caption = html("figcaption", {}, html("b", {}, "Alarms"), key("alarm", "raised"), html("span", {}, "bar: from the first place to the end of the episode"));
+    const drawing = svg("svg", { role: "img", height, "aria-label": `${run.alarms.length} alarms and ${run.notices.length} notices of ${names.length} metrics; the tables below list them` });
+    const caption = html("figcaption", {}, html("b", {}, run.alarms.length ? "Alarms" : "Notices"), ...(run.alarms.length ? [key("alarm", "raised")] : []), ...(run.notices.length ? [key("notice", "notice, which is no alarm")] : []), html("span", {}, "bar: from the first place to the end of the episode"));
     const figure = html("figure", {}, caption, drawing);
     box.append(figure);
     function draw() {
@@ -677,12 +679,13 @@
         parts.push(svg("text", { x: left, y: y + 12 }, name));
         parts.push(svg("path", { class: "axis", d: `M${left} ${y + 32}H${width - right}` }));
       });
-      for (const alarm of run.alarms) {
-        const y = names.indexOf(`${alarm.monitor}/${alarm.metric}`) * 34 + 16, end = alarm.end_step === null ? view.high : alarm.end_step;
+      for (const alarm of [...run.notices, ...run.alarms]) {
+        const kind = run.notices.includes(alarm) ? "notice" : "alarm";
+        const y = names.indexOf(nameOf(alarm)) * 34 + 16, end = alarm.end_step === null ? view.high : alarm.end_step;
         if (end < view.x0 || alarm.first_step > view.x1) continue;
         const text = svg("title", {}, `Step ${alarm.step}: ${alarm.sentence}`);
-        parts.push(svg("rect", { class: "alarm-span", x: X(alarm.first_step), y, width: Math.max(2, X(end) - X(alarm.first_step)), height: 13 }, text));
-        if (alarm.step >= view.x0 && alarm.step <= view.x1) parts.push(svg("path", { class: "alarm", d: `M${X(alarm.step)} ${y}l6 6.5l-6 6.5l-6 -6.5z` }, text.cloneNode(true)));
+        parts.push(svg("rect", { class: `${kind}-span`, x: X(alarm.first_step), y, width: Math.max(2, X(end) - X(alarm.first_step)), height: 13 }, text));
+        if (alarm.step >= view.x0 && alarm.step <= view.x1) parts.push(svg("path", { class: kind, d: `M${X(alarm.step)} ${y}l6 6.5l-6 6.5l-6 -6.5z` }, text.cloneNode(true)));
       }
       for (const step of ticks(Math.max(0, view.x0), view.x1, width / 110)) {
         if (step === Math.round(step) && step >= view.x0) parts.push(svg("text", { x: Math.min(X(step), width - 20), y: height - 6, "text-anchor": "middle" }, whole(step)));
@@ -795,7 +798,7 @@
       const cells = { first: begin, width, error: error ? await unpack(error) : null, ...(await unpackAll(arrays)) };
       run.map = new HeatMap(box, run, cells, view);
     }
-    if (run.alarms.length) timeline(box, run, view);
+    if (run.alarms.length || run.notices.length) timeline(box, run, view);
     readings(box, run);
   }
 
