@@ -245,6 +245,10 @@ def test_a_step_is_forgotten_once_it_was_observed():
     monitor.observe(3)
     model(ids(1))
     assert all(torch.equal(value, second[metric]) for metric, value in monitor.observe(4).items())
+    model(ids(0))
+    monitor.drop(5)  # skipped by the loss scaler
+    model(ids(1))
+    assert all(torch.equal(value, second[metric]) for metric, value in monitor.observe(5).items())
 
 
 def test_between_readings_nothing_is_computed_or_returned():

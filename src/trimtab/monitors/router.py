@@ -169,6 +169,12 @@ class Router(BaseMonitor):
             tally.clear()
         return values
 
+    def drop(self, step: int) -> None:
+        """Forget what the routers showed in a step that is skipped."""
+        self._forward.mask = None
+        for tally in self._tallies:
+            tally.clear()
+
     def places(self, metric: str) -> Sequence[str]:
         """``layer_<i>`` for each router."""
         return list(self._places)
