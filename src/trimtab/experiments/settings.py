@@ -14,6 +14,7 @@ import tyro
 
 from trimtab.control import PRESETS
 from trimtab.errors import ConfigError, nearest_names
+from trimtab.experiments.paper_settings import ActivationsSettings, DeepseekSettings, LoraSettings, MoeSettings
 from trimtab.experiments.recipes import (
     ADAPTER_RECIPES,
     RECIPE_SETTINGS,
@@ -365,11 +366,15 @@ class HealthySettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentSettings:
-    """Repeat one of the experiments that say what trimtab's monitors are worth."""
+    """Repeat one of the experiments that say what trimtab's recovery and monitors are worth."""
 
     which: Annotated[
         Annotated[FaultsSettings, tyro.conf.subcommand("faults")]
-        | Annotated[HealthySettings, tyro.conf.subcommand("healthy")],
+        | Annotated[HealthySettings, tyro.conf.subcommand("healthy")]
+        | Annotated[ActivationsSettings, tyro.conf.subcommand("activations")]
+        | Annotated[DeepseekSettings, tyro.conf.subcommand("deepseek")]
+        | Annotated[LoraSettings, tyro.conf.subcommand("lora")]
+        | Annotated[MoeSettings, tyro.conf.subcommand("moe")],
         tyro.conf.arg(name=""),
     ]
     """The experiment."""

@@ -8,15 +8,16 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trimtab.control import Policy, preset, robust
+from trimtab.control import Policy, PolicyLike, preset, robust
 from trimtab.errors import ConfigError, MissingExtraError
 from trimtab.experiments.exercise import Observable, exercise_summary
 from trimtab.experiments.model_loading import first_line, load_model, with_adapters
@@ -46,8 +47,20 @@ class TextWindows(Dataset[dict[str, Tensor]]):
         return {"input_ids": window, "labels": window}
 
 
-def run_train(settings: TrainSettings) -> dict[str, Any]:
+def run_train(
+    settings: TrainSettings,
+    *,
+    policy: PolicyLike | None = None,
+    further: Callable[[Any], Sequence[Any]] = lambda watch: (),
+    identity: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Train, or go on with a run that was cut short.
+
+    Args:
+        settings: What the command line can be told.
+        policy: In place of the one that the settings name.
+        further: From the callback that attaches the guard, callbacks that the Trainer has after it.
+        identity: What else must be equal for one start to go on where another ended; JSON-able.
 
     Returns: What ``summary.json`` holds.
 
@@ -63,14 +76,15 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     except ImportError:
         raise MissingExtraError("trimtab train", "transformers", "hf") from None
     is_first = int(os.environ.get("RANK", "0")) == 0
-    policy = policy_of(settings)
+    if policy is None:
+        policy = policy_of(settings)
     _check_loggers(settings.report_to)
     needs = RECIPES[settings.recipe]
     recipe = make_recipe(settings.recipe, **settings.recipe_settings)
     prepare_folder(settings.out)
     documents = read_files(settings.data)
-    identity = _identity(settings, documents)
-    resumes = _goes_on(settings.out, identity)
+    whole_identity = _identity(settings, documents) | dict(identity)
+    resumes = _goes_on(settings.out, whole_identity)
     set_seed(settings.seed)
     model, tokenizer = load_model(settings)
     checkpoint = last_whole_checkpoint(settings.out) if resumes else None
@@ -140,6 +154,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     if settings.exercise_every:
         observable: Observable = "outputs" if needs.changes_output else "quantizers"
         callbacks.append(ExerciseCallback(watch, settings.exercise_every, observable))
+    callbacks += further(watch)
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -152,7 +167,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
         _try_recipe(model, recipe)
     if is_first and not resumes:
         # Only now: what was refused until here must not leave a folder that looks like a run.
-        write_whole(settings.out / _IDENTITY, identity)
+        write_whole(settings.out / _IDENTITY, whole_identity)
     if is_first and resumes:
         print(f"Going on from {checkpoint}." if checkpoint else "No whole checkpoint yet: starting over.")
     # Killed between its last checkpoint and its summary, a run is trained already; the Trainer would add a step.
@@ -161,7 +176,7 @@ def run_train(settings: TrainSettings) -> dict[str, Any]:
     val_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(settings.out / "final"))
     summary = {
-        "settings": settings.identity(),
+        "settings": settings.identity() | dict(identity),
         "steps": settings.steps,
         "val_loss": val_loss,
         "val_perplexity": math.exp(min(val_loss, 700.0)),

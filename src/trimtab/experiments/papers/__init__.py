@@ -1,0 +1,1 @@
+"""The experiments of Kong et al. 2026 in small: one file an experiment, its scenarios and tables as data."""

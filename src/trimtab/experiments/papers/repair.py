@@ -1,0 +1,69 @@
+"""What the low-cost path cost, and how much of that an arm repaired, with faults and without. No torch here.
+
+Under injected faults the cost is that of the faults: the low-cost path with them over the same without. Where there are
+none it is the low-cost path's own: over the unquantized model on the same weights and data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.experiments.compare.arms import read_arm
+from trimtab.experiments.compare.measures import repair
+
+__all__ = ["CLEAN", "LOW", "UNQUANTIZED", "harm_of", "is_natural", "losses_of", "repair_of", "twin_of"]
+
+LOW, CLEAN, UNQUANTIZED = "static-low", "static-low-clean", "unquantized-clean"
+"""The arms that harm is measured with."""
+
+
+def is_natural(comparison: Mapping[str, Any]) -> bool:
+    """Whether nothing is injected."""
+    return bool(comparison["faults"] == "none")
+
+
+def losses_of(comparison: Mapping[str, Any], arm: str) -> list[float]:
+    """Validation loss in nats a token, seed by seed; NaN for one that is no number."""
+    by_seed = comparison["arms"][arm]["by_seed"]
+    losses = [by_seed[str(seed)]["val_loss"] for seed in comparison["seeds"]]
+    return [math.nan if loss is None else loss for loss in losses]
+
+
+def repair_of(comparison: Mapping[str, Any], arm: str) -> dict[str, Any] | None:
+    """See ``trimtab.experiments.compare.measures.repair``; None where no arm says what the harm is."""
+    arms = comparison["arms"]
+    reference = UNQUANTIZED if is_natural(comparison) else CLEAN
+    if arm in (LOW, reference, UNQUANTIZED) or LOW not in arms or reference not in arms:
+        return None
+    return repair(*(losses_of(comparison, one) for one in (LOW, reference, arm)))
+
+
+def harm_of(comparison: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The mean harm, whether it is one, its spread and range over the seeds; None where no arm says what it is."""
+    reference = UNQUANTIZED if is_natural(comparison) else CLEAN
+    if LOW not in comparison["arms"] or reference not in comparison["arms"]:
+        return None
+    low, clean = losses_of(comparison, LOW), losses_of(comparison, reference)
+    found = repair(low, clean, low)
+    each = [a - b for a, b in zip(low, clean, strict=True) if math.isfinite(a - b)]
+    return {
+        "mean": found["mean_harm"],
+        "did_harm": found["did_harm"],
+        "num_seeds": found["num_seeds"],
+        "least": min(each, default=None),
+        "greatest": max(each, default=None),
+        "reference": reference,
+    }
+
+
+def twin_of(comparison: Mapping[str, Any], arm: str) -> str | None:
+    """The arm that recovered as many units in each step, but chosen at random; None where there is none.
+
+    Example:
+        >>> arms = {"gnmr": {}, "random": {}, "gnmr-paper@alpha=2.0": {}, "random@of=gnmr-paper,alpha=2.0": {}}
+        >>> [twin_of({"arms": arms}, arm) for arm in ("gnmr", "gnmr-paper@alpha=2.0", "direct")]
+        ['random', 'random@of=gnmr-paper,alpha=2.0', None]
+    """
+    return next((other for other in comparison["arms"] if read_arm(other).reference == arm), None)
