@@ -34,7 +34,7 @@ def commands() -> dict[str, type]:
 
 
 COMMANDS = commands()
-WITH_A_TABLE = ("demo", "train", "runs", "replay", "calibrate", "experiment faults", "experiment healthy")
+WITH_A_TABLE = ("demo", "train", "compare", "runs", "replay", "calibrate", "experiment faults", "experiment healthy")
 NEEDED = {
     "train": ["--model", "m.json", "--data", "a.txt", "b.txt", "--out", "o"],
     "plan": ["llama-60m"],

@@ -57,6 +57,7 @@ def schema(folder: Path) -> list[str]:
 
 
 def surface(folder: Path) -> dict[str, object]:
+    from trimtab.experiments.compare_settings import CompareSettings
     from trimtab.experiments.settings import DemoSettings, FaultsSettings, HealthySettings, TrainSettings
 
     found: dict[str, object] = {}
@@ -69,6 +70,7 @@ def surface(folder: Path) -> dict[str, object]:
                 found[f"{module.__name__}.{name}"] = [signature(thing), *methods(thing)]
     found["trimtab demo"] = [f.name for f in fields(DemoSettings)]
     found["trimtab train"] = [f.name for f in fields(TrainSettings)]
+    found["trimtab compare"] = [f.name for f in fields(CompareSettings)]
     found["trimtab experiment faults"] = [f.name for f in fields(FaultsSettings)]
     found["trimtab experiment healthy"] = [f.name for f in fields(HealthySettings)]
     found["schema"] = schema(folder)

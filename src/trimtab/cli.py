@@ -22,7 +22,16 @@ import tyro
 from trimtab._version import __version__
 from trimtab.config_files import as_yaml, config_words, read_config
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabError, TrimtabWarning
+from trimtab.experiments.bench.settings import BenchSettings
+from trimtab.experiments.compare_settings import CompareSettings
 from trimtab.experiments.eval_settings import EvalSettings
+from trimtab.experiments.paper_settings import (
+    ActivationsSettings,
+    DeepseekSettings,
+    LoraSettings,
+    MoeSettings,
+    PapersSettings,
+)
 from trimtab.experiments.plan_settings import PlanSettings
 from trimtab.experiments.settings import (
     DemoSettings,
@@ -45,8 +54,10 @@ _Settings = (
     | ReportSettings
     | WatchSettings
     | ExperimentSettings
+    | CompareSettings
     | PlanSettings
     | EvalSettings
+    | BenchSettings
 )
 _Command = (
     Annotated[DemoSettings, tyro.conf.subcommand("demo")]
@@ -57,8 +68,10 @@ _Command = (
     | Annotated[ReplaySettings, tyro.conf.subcommand("replay")]
     | Annotated[CalibrateSettings, tyro.conf.subcommand("calibrate")]
     | Annotated[ExperimentSettings, tyro.conf.subcommand("experiment")]
+    | Annotated[CompareSettings, tyro.conf.subcommand("compare")]
     | Annotated[PlanSettings, tyro.conf.subcommand("plan")]
     | Annotated[EvalSettings, tyro.conf.subcommand("eval")]
+    | Annotated[BenchSettings, tyro.conf.subcommand("bench")]
 )
 
 _DESCRIPTION = """trimtab keeps low-precision training of large language models stable.
@@ -72,6 +85,10 @@ And what the record holds: trimtab runs runs/mine
 As a page, or live: trimtab report runs/mine -o report.html, trimtab watch runs/mine
 
 What another policy would have decided: trimtab replay runs/mine --alpha 2
+
+Which policy repairs most, trained side by side: trimtab compare --policies static-low-clean,static-low,gnmr,random
+
+What it costs on this machine: trimtab bench
 
 Shell completion: trimtab --tyro-print-completion bash (or zsh)"""
 
@@ -87,6 +104,11 @@ _SUMMARIES: Mapping[type, Callable[[Any], Path]] = {
     TrainSettings: lambda settings: settings.out,
     FaultsSettings: lambda settings: settings.out,
     HealthySettings: lambda settings: settings.out,
+    CompareSettings: lambda settings: settings.folder,
+    ActivationsSettings: lambda settings: settings.summary_folder,
+    DeepseekSettings: lambda settings: settings.summary_folder,
+    LoraSettings: lambda settings: settings.summary_folder,
+    MoeSettings: lambda settings: settings.summary_folder,
 }
 
 
@@ -186,6 +208,10 @@ def _run(settings: _Settings) -> int:
         run_train(settings)
     elif isinstance(settings, ExperimentSettings):
         _run_experiment(settings.which)
+    elif isinstance(settings, CompareSettings):
+        from trimtab.experiments.compare.experiment import run_compare
+
+        run_compare(settings)
     elif isinstance(settings, PlanSettings):
         from trimtab.experiments.plan import run_plan
 
@@ -194,6 +220,10 @@ def _run(settings: _Settings) -> int:
         from trimtab.experiments.evaluation import run_eval
 
         run_eval(settings)
+    elif isinstance(settings, BenchSettings):
+        from trimtab.experiments.bench.run import run_bench
+
+        run_bench(settings)
     elif isinstance(settings, ReplaySettings):
         from trimtab.report.replay_view import show_replay
 
@@ -203,9 +233,7 @@ def _run(settings: _Settings) -> int:
 
         show_calibration(settings)
     elif isinstance(settings, ReportSettings):
-        from trimtab.report.page import write_report
-
-        print(f"Report: {write_report(settings)}")
+        _write_report(settings)
     elif isinstance(settings, WatchSettings):
         from trimtab.report.watch import watch
 
@@ -215,8 +243,12 @@ def _run(settings: _Settings) -> int:
     return 0
 
 
-def _run_experiment(settings: FaultsSettings | HealthySettings) -> None:
-    if isinstance(settings, FaultsSettings):
+def _run_experiment(settings: FaultsSettings | HealthySettings | PapersSettings) -> None:
+    if isinstance(settings, PapersSettings):
+        from trimtab.experiments.papers.experiment import run_paper_experiment
+
+        run_paper_experiment(settings)
+    elif isinstance(settings, FaultsSettings):
         from trimtab.experiments.faults.experiment import run_faults
 
         run_faults(settings)
@@ -224,6 +256,14 @@ def _run_experiment(settings: FaultsSettings | HealthySettings) -> None:
         from trimtab.experiments.healthy.experiment import run_healthy
 
         run_healthy(settings)
+
+
+def _write_report(settings: ReportSettings) -> None:
+    from trimtab.report.for_machines import page_summary
+    from trimtab.report.page import records_of, write_report
+
+    page = write_report(settings)
+    print(json.dumps(page_summary(page, records_of(settings.runs)), indent=1) if settings.json else f"Report: {page}")
 
 
 def _show_runs(settings: RunsSettings) -> None:

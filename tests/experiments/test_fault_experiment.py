@@ -287,7 +287,14 @@ def test_the_bound_of_a_rate_is_the_exact_poisson_one():
 
 
 def test_the_tables_have_a_row_a_scenario(tmp_path):
-    twin = {"alarms": [], "notices": [], "held_out": [(10, 2.0)], "digest": "a", "said": "healthy", "said_first": "healthy"}
+    twin = {
+        "alarms": [],
+        "notices": [],
+        "held_out": [(10, 2.0)],
+        "digest": "a",
+        "said": "healthy",
+        "said_first": "healthy",
+    }
     scenarios = {
         s.name: {"title": s.title, "watched": s.watched, **over_seeds([scenario_row(twin, twin, s.expected, 0)])}
         for s in SCENARIOS

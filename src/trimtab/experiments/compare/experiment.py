@@ -47,7 +47,9 @@ def run_compare(settings: CompareSettings, console: Console | None = None) -> di
     """
     plan = TrainingPlan(num_steps=settings.steps)
     comparison = settings.comparison(plan)
-    return _run(comparison, settings.folder, settings.data, settings.workers, console, settings.plot)
+    return _run(
+        comparison, settings.folder, settings.data, settings.workers, console, reports=True, draws=settings.plot
+    )
 
 
 def run_comparison(
@@ -57,6 +59,7 @@ def run_comparison(
     data: Sequence[Path] = (),
     workers: int | None = None,
     console: Console | None = None,
+    reports: bool = True,
 ) -> dict[str, Any]:
     """Run every part that is not finished yet, and report.
 
@@ -69,6 +72,7 @@ def run_comparison(
         data: Text files; the State of the Union speeches where there are none.
         workers: Processes; two where there are cores for them when left out.
         console: Where to print.
+        reports: Whether to print the tables and draw the picture; without it only the progress is shown.
 
     Returns: What ``summary.json`` holds.
 
@@ -76,7 +80,7 @@ def run_comparison(
         ConfigError: when the folder cannot be written or the text is missing or too short.
         MissingExtraError: when transformers, the built-in text or the recipe's package is not installed.
     """
-    return _run(comparison, out / comparison.name, data, workers, console, True)
+    return _run(comparison, out / comparison.name, data, workers, console, reports=reports, draws=reports)
 
 
 def _run(
@@ -85,6 +89,8 @@ def _run(
     data: Sequence[Path],
     workers: int | None,
     console: Console | None,
+    *,
+    reports: bool,
     draws: bool,
 ) -> dict[str, Any]:
     console = console or Console()
@@ -137,7 +143,8 @@ def _run(
     write_whole(summary_path, summary)
     # Read back, so that it is what a later reader of the file has.
     summary = json.loads(summary_path.read_text(encoding="utf-8"))
-    _report(summary, folder, console, draws)
+    if reports:
+        _report(summary, folder, console, draws)
     return summary
 
 

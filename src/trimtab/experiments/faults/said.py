@@ -34,9 +34,7 @@ def said_of(
         for alarm in (*before, *after)
     ]
     own = [
-        alarm.step
-        for alarm in alarms[len(before) :]
-        if alarm.level == "alarm" and alarm.mechanism != LOSS_MECHANISM
+        alarm.step for alarm in alarms[len(before) :] if alarm.level == "alarm" and alarm.mechanism != LOSS_MECHANISM
     ]
     at_first = [alarm for alarm in alarms if own and alarm.step <= min(own)]
     return {"said": diagnose(alarms).mechanism, "said_first": diagnose(at_first).mechanism}

@@ -72,7 +72,12 @@ def run_paper_experiment(
     found: dict[str, dict[str, Any]] = {}
     for one in scenarios:
         summary = compare(
-            one.comparison, settings.folder, data=settings.data, workers=settings.workers, console=Console(quiet=True)
+            one.comparison,
+            settings.folder,
+            data=settings.data,
+            workers=settings.workers,
+            console=console,
+            reports=False,
         )
         found[one.name] = {**_kept(summary), **_about(one)}
         console.print(f"{one.name} ({one.regime}): {summary.get('seconds', 0):.0f} s", highlight=False)
