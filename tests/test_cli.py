@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.cli import main
+from trimtab.experiments.quiet import quiet_libraries
 
 CONFIG = {
     "model_type": "llama",
@@ -164,6 +166,19 @@ def test_help_explains_each_experiment(capsys, words, parts):
 def test_an_experiment_is_named_and_known(capsys):
     assert "faults" in refusal(capsys, "experiment")
     assert "fault" in refusal(capsys, "experiment", "fault")
+
+
+def test_loggers_of_libraries_are_left_as_they_were_found(capsys):
+    logger = logging.getLogger("bitsandbytes")
+    before, inside = logger.level, []
+    logger.setLevel(logging.INFO)
+    try:
+        with quiet_libraries():
+            inside.append(logger.level)
+        refusal(capsys, "plan", "no-such-preset")
+        assert (inside, logger.level) == ([logging.ERROR], logging.INFO)
+    finally:
+        logger.setLevel(before)
 
 
 def test_missing_and_empty_files_are_named(capsys, tmp_path, text, model):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import os
 import sys
 import warnings
@@ -33,6 +32,7 @@ from trimtab.experiments.paper_settings import (
     PapersSettings,
 )
 from trimtab.experiments.plan_settings import PlanSettings
+from trimtab.experiments.quiet import quiet_libraries
 from trimtab.experiments.settings import (
     DemoSettings,
     ExperimentSettings,
@@ -112,11 +112,6 @@ _SUMMARIES: Mapping[type, Callable[[Any], Path]] = {
 }
 
 
-# What transformers imports where it is installed, and what that says of kernels and of torch's insides when it is. This
-# is our own program, whose user has asked for none of them; a library must leave its user's loggers alone.
-_CHATTY_LIBRARIES = ("torchao", "torch.utils._pytree", "bitsandbytes")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -151,20 +146,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _our_own_voice() -> Iterator[None]:
     """Our warnings as one line each, and libraries that chatter quiet; on leaving, everything as it was found."""
     show = warnings.showwarning
-    levels = {logger: logger.level for logger in map(logging.getLogger, _CHATTY_LIBRARIES)}
     warnings.showwarning = lambda message, category, *where: (
         print(f"trimtab: warning: {message}", file=sys.stderr)
         if issubclass(category, TrimtabWarning)
         else show(message, category, *where)
     )
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
     try:
-        yield
+        with quiet_libraries():
+            yield
     finally:
         warnings.showwarning = show
-        for logger, level in levels.items():
-            logger.setLevel(level)
 
 
 def _parse(words: list[str]) -> _Settings:

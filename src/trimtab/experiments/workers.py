@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import TypeVar
 
+from trimtab.experiments.quiet import hush_libraries
 from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
 
 __all__ = ["Job", "num_processes", "run_jobs", "text_of"]
@@ -67,7 +68,8 @@ def run_jobs(
             yield part, _run(job, part, data, sequence, folder)
             waiting = [*then(part), *waiting]
         return
-    executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    spawn = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(processes, mp_context=spawn, initializer=hush_libraries)
     try:
         running: dict[Future[R], P] = {executor.submit(_run, job, p, data, sequence, folder): p for p in first}
         while running:
