@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import platform
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from trimtab._version import __version__
 from trimtab.errors import MissingExtraError
 from trimtab.experiments.arms import ARMS, ArmResult, TrainingPlan, build_model
 from trimtab.experiments.console import arm_table, run_arms
 from trimtab.experiments.recipe_demo import run_recipe_demo
 from trimtab.experiments.settings import DemoSettings, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
+from trimtab.experiments.versions import package_versions
 from trimtab.faults import StoredCopyBurst, random_bursts
 from trimtab.precision import find_units
 
@@ -65,10 +64,8 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
     console = console or Console()
     if settings.recipe != "saved-activations":
         return run_recipe_demo(settings, console)
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError("The demo", "transformers", "demo") from None
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("The demo", "transformers", "demo")
     prepare_folder(settings.folder)
     documents = read_files(settings.data) if settings.data else read_speeches()
     plan = TrainingPlan(num_steps=settings.num_steps, seed=settings.seed)
@@ -89,12 +86,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
         summary_path.replace(settings.folder / "summary.previous.json")
     results = run_arms(ARMS, plan, corpus, settings.folder, console, bursts=bursts)
     summary = _summary(settings, plan, corpus, num_parameters, len(units), bursts, results)
-    summary["versions"] = {
-        "trimtab": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    summary["versions"] = package_versions()
     write_whole(summary_path, summary)
     for table in _tables(summary, console.width):
         console.print(table)

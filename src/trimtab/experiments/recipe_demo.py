@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import importlib.util
-import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +18,6 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from trimtab._version import __version__
 from trimtab.control import MatchedRandom
 from trimtab.errors import MissingExtraError
 from trimtab.experiments.arms import Arm, ArmResult, TrainingPlan, build_model
@@ -28,6 +26,7 @@ from trimtab.experiments.exercise import exercise_summary
 from trimtab.experiments.recipes import RECIPES, make_recipe
 from trimtab.experiments.settings import DemoSettings, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
+from trimtab.experiments.versions import package_versions
 from trimtab.precision import find_units
 from trimtab.trace import open_run
 
@@ -36,7 +35,6 @@ __all__ = ["recipe_arms", "run_recipe_demo"]
 EXERCISE_EVERY = 10
 """Steps from one exercise to the next."""
 
-_PACKAGES = ("torch", "transformers", "peft", "torchao", "bitsandbytes")
 _COLUMNS: list[Column] = [
     ("nats/byte", lambda r: f"{r['val_nats_per_byte']:.4f}"),
     ("recovered", lambda r: f"{r['recovered_share']:.1%}"),
@@ -122,7 +120,7 @@ def run_recipe_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     with open_run(settings.folder / "records" / "exercised") as run:
         exercise = exercise_summary(run)
     summary = _summary(settings, plan, corpus, recipe.to_dict(), num_parameters, units, results)
-    summary |= {"exercise": exercise, "versions": _versions()}
+    summary |= {"exercise": exercise, "versions": package_versions()}
     write_whole(summary_path, summary)
     console.print(arm_table("Validation on held-out text, and cost", _COLUMNS, summary["arms"].values()))
     for note in (LEGEND, _about_exercise(exercise), *summary["notes"]):
@@ -191,11 +189,3 @@ def _summary(
         "notes": [f"No faults are injected in this demo of {settings.recipe}; see saved-activations."],
         "arms": arms,
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"trimtab": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        if importlib.util.find_spec(package) is not None:
-            versions[package] = importlib.metadata.version(package)
-    return versions

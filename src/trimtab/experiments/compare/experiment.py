@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trimtab._version import __version__
 from trimtab.errors import MissingExtraError
 from trimtab.experiments.arms import TrainingPlan
 from trimtab.experiments.compare.arms import read_arm
@@ -25,6 +23,7 @@ from trimtab.experiments.compare.summary import summarise
 from trimtab.experiments.compare.table import LEGEND, comparison_table
 from trimtab.experiments.compare_settings import CompareSettings
 from trimtab.experiments.settings import prepare_folder, write_whole
+from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
 
 __all__ = ["run_compare", "run_comparison"]
@@ -94,10 +93,8 @@ def _run(
     draws: bool,
 ) -> dict[str, Any]:
     console = console or Console()
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError("The comparison", "transformers", "demo") from None
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("The comparison", "transformers", "demo")
     began = time.perf_counter()
     prepare_folder(folder)
     text_of(data, comparison.plan.sequence)
@@ -134,12 +131,7 @@ def _run(
             progress.update(task, advance=1, description=f"{part.name}: {said}")
     summary = summarise(comparison, data, parts)
     summary["seconds"] = time.perf_counter() - began
-    summary["versions"] = {
-        "trimtab": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    summary["versions"] = package_versions()
     write_whole(summary_path, summary)
     # Read back, so that it is what a later reader of the file has.
     summary = json.loads(summary_path.read_text(encoding="utf-8"))

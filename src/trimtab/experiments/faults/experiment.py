@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import platform
+import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trimtab._version import __version__
 from trimtab.errors import MissingExtraError
 from trimtab.experiments.faults.measures import LEAVE_LOOKS, LEAVE_NATS, over_seeds, scenario_row
 from trimtab.experiments.faults.models import ModelKind, WatchedPlan
@@ -22,6 +20,7 @@ from trimtab.experiments.faults.said import said_of
 from trimtab.experiments.faults.scenarios import scenarios_of
 from trimtab.experiments.faults.table import fault_tables
 from trimtab.experiments.settings import FaultsSettings, prepare_folder, write_whole
+from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
 
 __all__ = ["run_faults"]
@@ -54,10 +53,8 @@ def run_faults(
         MissingExtraError: when transformers or the built-in text is not installed.
     """
     console = console or Console()
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError("The experiment", "transformers", "demo") from None
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("The experiment", "transformers", "demo")
     plan = plan or WatchedPlan()
     began = time.perf_counter()
     prepare_folder(settings.out)
@@ -97,12 +94,7 @@ def run_faults(
             parts[name] = parts[name] | said_of(part.model, before, after)
     summary = _summary(settings, plan, parts)
     summary["seconds"] = time.perf_counter() - began
-    summary["versions"] = {
-        "trimtab": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    summary["versions"] = package_versions()
     write_whole(summary_path, summary)
     _report(summary, settings, console)
     return summary

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import platform
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trimtab._version import __version__
 from trimtab.errors import MissingExtraError
 from trimtab.experiments.faults.models import ModelKind, WatchedPlan, every_monitor
 from trimtab.experiments.healthy.cases import CASES, HealthyRun, run_healthy_part
 from trimtab.experiments.healthy.rates import false_alarm_rates
 from trimtab.experiments.settings import HealthySettings, prepare_folder, write_whole
+from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
 
 __all__ = ["run_healthy"]
@@ -50,10 +49,8 @@ def run_healthy(
         MissingExtraError: when transformers or the built-in text is not installed.
     """
     console = console or Console()
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError("The experiment", "transformers", "demo") from None
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("The experiment", "transformers", "demo")
     plan = plan or HEALTHY_PLAN
     began = time.perf_counter()
     prepare_folder(settings.out)
@@ -90,12 +87,7 @@ def run_healthy(
             progress.update(task, advance=1, description=f"{run.name}: {len(found['alarms'])} alarms")
     summary = _summary(settings, plan, runs, figures)
     summary["seconds"] = time.perf_counter() - began
-    summary["versions"] = {
-        "trimtab": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    summary["versions"] = package_versions()
     write_whole(summary_path, summary)
     console.print(_table(summary))
     console.print(f"- {NOTE}", highlight=False)

@@ -17,9 +17,10 @@ from trimtab.experiments.papers.layout import Experiment, Scenario
 from trimtab.experiments.papers.lora import LORA
 from trimtab.experiments.papers.moe import MOE
 from trimtab.experiments.papers.page import scenario_lines
-from trimtab.experiments.papers.source import package_versions, source_of, source_text
+from trimtab.experiments.papers.source import source_of, source_text
 from trimtab.experiments.papers.tables import make_table, markdown_table, rich_tables
 from trimtab.experiments.settings import prepare_folder, write_whole
+from trimtab.experiments.versions import package_versions
 
 __all__ = ["EXPERIMENTS", "run_paper_experiment"]
 

@@ -24,10 +24,11 @@ from trimtab.experiments.compare.measures import over_seeds, switches, trigger_r
 from trimtab.experiments.paper_settings import PapersSettings
 from trimtab.experiments.papers.layout import Layout, Row
 from trimtab.experiments.papers.published import GNMR_4BIT, PUBLISHED_NOTE, STATIC_4BIT, STATIC_8BIT, UNQUANTIZED
-from trimtab.experiments.papers.source import package_versions, source_of, source_text
+from trimtab.experiments.papers.source import source_of, source_text
 from trimtab.experiments.papers.tables import make_table, markdown_table, rich_tables
 from trimtab.experiments.presets import RunPreset, run_preset
 from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
+from trimtab.experiments.versions import package_versions
 from trimtab.trace import open_run
 
 __all__ = ["PresetArm", "arms_of", "run_preset_arms", "scaled"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,9 +9,7 @@ from typing import Any
 import trimtab
 from trimtab._version import __version__
 
-__all__ = ["package_versions", "source_of", "source_text"]
-
-_PACKAGES = ("torch", "transformers", "peft", "numpy")
+__all__ = ["source_of", "source_text"]
 
 
 def source_of(folder: Path | None = None) -> dict[str, Any]:
@@ -52,15 +47,6 @@ def source_text(source: dict[str, Any]) -> str:
     if not source.get("commit"):
         return f"version {source.get('version', 'unknown')}"
     return source["commit"] + (", and changes that were not committed" if source.get("modified") else "")
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    versions = {"trimtab": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        if importlib.util.find_spec(package) is not None:
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _git(folder: Path, *words: str) -> str:
