@@ -1,8 +1,10 @@
-"""What the monitors cost a training step, as ratios measured in one run, arms interleaved step by step.
+"""What the monitors cost a training step of a LLaMA and of a Mixtral: their own processor time over that of the step.
 
-    python benchmarks/monitors.py [--parameters 60] [--steps 12] [--threads 2]
+    python benchmarks/monitors.py [--parameters 60] [--steps 12] [--batch 2] [--sequence 128] [--threads 1]
 
-Arms: watched by gradient norms alone; with each monitor at its default cadence; with all three.
+Shares are of a step that gradient norms alone are read of. Each monitor at its default cadence; a reading that comes
+less often than the steps of this run is spread over that cadence. With more than one thread, processor time has in it
+what threads without work spend waiting.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     figures = measure_monitors(options.parameters, options.steps, options.batch, options.sequence)
-    title = f"{options.threads} threads, torch {torch.__version__}, medians of {options.steps} interleaved steps"
+    title = f"{options.threads} thread(s), torch {torch.__version__}, {options.steps} steps"
     Console().print(figures_table(title, figures))
 
 
