@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import warnings
 from dataclasses import replace
 
@@ -17,11 +18,14 @@ from trimtab.experiments.compare import plot as compare_plot
 from trimtab.experiments.compare.arms import ARM_NAMES, read_arm, split_arms
 from trimtab.experiments.compare.comparison import Comparison
 from trimtab.experiments.compare.experiment import run_comparison
+from trimtab.experiments.compare.faults import plan_faults
+from trimtab.experiments.compare.measures import repair
 from trimtab.experiments.compare.part import BASE, Part, record_of, run_part
 from trimtab.experiments.compare.plot import comparison_figure, write_plot
 from trimtab.experiments.compare.summary import TIMES
 from trimtab.experiments.compare.table import comparison_table
 from trimtab.experiments.compare_settings import CompareSettings
+from trimtab.experiments.source import source_of
 from trimtab.experiments.text import load_corpus
 from trimtab.trace import open_run
 
@@ -258,8 +262,15 @@ def test_a_run_whose_loss_is_no_number_any_more_is_reported_and_not_counted(tmp_
     summary = run_comparison(made, tmp_path, data=[text], workers=1, console=Console(file=said, width=100))
     assert "no finite loss" in said.getvalue()
     for arm in summary["arms"].values():
-        assert arm["val_loss"] == {"mean": None, "sd": None, "n": 0}
-    assert summary["arms"]["gnmr"]["repaired"]["did_harm"] is False
+        assert arm["val_loss"] == {"mean": None, "sd": None, "n": 0, "of": 1}
+        assert arm["val_perplexity"]["mean"] is None
+    repaired = summary["arms"]["gnmr"]["repaired"]
+    assert repaired["did_harm"] is None
+    assert repaired["num_diverged"] == {"low": 1, "clean": 1, "arm": 1}
+    assert summary["harm"]["num_diverged"] == {"low": 1, "clean": 1}
+    assert "1 diverged in the arm 'low-cost path'" in said.getvalue().replace("\n", " ").replace("  ", " ")
+    assert "No harm to repair" not in said.getvalue()
+    assert "diverged" in tables_of(summary)
     comparison_figure(summary)
 
 
@@ -307,6 +318,13 @@ def test_what_is_warned_of_in_the_runs_is_said_once_with_their_number(tmp_path, 
         ({"faults": "outlier-burst"}, ["Did you mean 'outlier-bursts'?"]),
         ({"faults": "outlier-bursts"}, ["'quantized-gemm' and 'int8-base'", "Choose 'stored-copy-bursts'."]),
         ({"faults": "none"}, ["there are no faults to set"]),
+        ({"recipe_settings": {"low_bits": 16}}, ["low_bits=16", "no copy that could be corrupted"]),
+        ({"fault_settings": {"factr": 3}}, ["factr=3", "Did you mean 'factor'?"]),
+        ({"fault_settings": {"factor": 3}}, ["factor=3", "a range"]),
+        (
+            {"recipe": "quantized-gemm", "faults": "permanent-outliers", "fault_settings": {"share": "all"}},
+            ["share='all'", "share of the units"],
+        ),
         ({"max_active": -1}, ["max_active=-1"]),
         ({"error_limit": 0}, ["error_limit=0"]),
         ({"seeds": ()}, ["seeds=[]"]),
@@ -327,9 +345,104 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_trained(changes, par
         assert text in str(refused.value)
 
 
-def test_a_setting_of_faults_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_burst=2.*Did you mean 'num_bursts'\?"):
-        run(tmp_path, "static-low", fault_settings={"num_burst": 2})
+def test_what_a_recipe_cannot_mean_is_refused_before_a_folder_is_made(tmp_path):
+    with pytest.raises(ConfigError, match="high_bits=2"):
+        run_comparison(comparison("static-low", recipe_settings={"high_bits": 2}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fixed_set_does_not_know_where_permanent_faults_fall():
+    units = tuple(f"unit{i}" for i in range(20))
+    made = comparison(
+        "fixed", recipe="quantized-gemm", faults="permanent-outliers", fault_settings={"share": 0.2}, max_active=4
+    )
+    covered, seeds = [], 300
+    for seed in range(seeds):
+        faulty = {window.unit for window in plan_faults(made, units, seed).windows}
+        fixed = set(made.policy(read_arm("fixed"), seed, units=units).units)
+        assert len(faulty) == len(fixed) == 4
+        covered.append(len(faulty & fixed) / 4)
+    # By chance 4 of 20; a hypergeometric count of 4 drawn twice has the variance 4 * 0.2 * 0.8 * 16 / 19.
+    error = math.sqrt(4 * 0.2 * 0.8 * 16 / 19 / seeds) / 4
+    assert abs(np.mean(covered) - 0.2) < 3 * error
+
+
+def test_the_profile_of_adapt_style_ends_after_bursts_have_begun():
+    made = comparison("adapt-style", plan=replace(PLAN, num_steps=250), fault_settings={})
+    policy = made.policy(read_arm("adapt-style"), 0, units=("a", "b"))
+    starts = [window.start_step for window in plan_faults(made, ("a", "b"), 0).windows]
+    assert policy.profile_steps == 100
+    assert min(starts) < policy.profile_steps
+    assert "40% of the run" in read_arm("adapt-style").title
+
+
+@pytest.mark.slow
+def test_the_signals_are_measured_on_one_untreated_run(tmp_path, text):
+    settings = {"num_bursts": 2, "first_step": 12, "last_step": 14, "num_steps": (5, 6), "factor": (500.0, 500.0)}
+    made = comparison("static-low", "gnmr", plan=replace(PLAN, num_steps=20), seeds=(0, 1), fault_settings=settings)
+    summary = run_comparison(made, tmp_path, data=[text], workers=1, console=Console(file=io.StringIO()))
+    signals = summary["signals"]
+    assert list(signals) == ["gnmr", "gnmr-paper", "error"]
+    # The same faults, in the same steps.
+    assert len({json.dumps(found["faulty_unit_steps"]) for found in signals.values()}) == 1
+    assert signals["error"]["recall"]["of"] == 2
+    # Without an absolute limit, a copy that is 500 times too large is still no like of its past.
+    assert signals["error"]["event_recall"]["mean"] == 1.0
+    # That of GNMR is what the run's own decisions were, for they are of the same policy, but for its budget.
+    own = summary["arms"]["static-low"]
+    for figure in ("recall", "event_recall", "precision"):
+        assert own[figure] == signals["gnmr"][figure], figure
+    assert "what the signals see" in tables_of(summary)
+    # Observing changes nothing of the training, and another list of arms has the same signals or none.
+    plain = run_part(Part(comparison=made, arm="static-low-clean", seed=0), CORPUS, tmp_path / "clean")
+    assert plain["signals"] == {}
+    without = run_comparison(
+        replace(made, arms=("gnmr",)), tmp_path, data=[text], workers=1, console=Console(file=io.StringIO())
+    )
+    assert without["signals"] == {}
+
+
+def test_observing_the_quantizers_changes_nothing_of_the_untreated_run(tmp_path, monkeypatch):
+    watched = run(tmp_path / "a", "static-low")["static-low"]
+    real = part.train_arm
+    monkeypatch.setattr(part, "signals_of", lambda *_: {})
+    monkeypatch.setattr(part, "train_arm", lambda *a, **k: real(*a, **{**k, "quantizer_stats": None}))
+    plain = run(tmp_path / "b", "static-low")["static-low"]
+    assert watched["train_losses"] == plain["train_losses"]
+    assert watched["val_loss"] == plain["val_loss"]
+
+
+def test_where_nothing_is_injected_there_is_no_precision_and_repair_is_of_the_low_cost_path(tmp_path, text):
+    made = comparison(
+        "unquantized-clean", "static-low", "gnmr", "static-high", faults="none", fault_settings={}, seeds=(0, 1)
+    )
+    summary = run_comparison(made, tmp_path, data=[text], workers=1, console=Console(file=io.StringIO()))
+    assert summary["signals"] == {}
+    for arm in summary["arms"].values():
+        for figure in ("recall", "event_recall", "precision", "faulty_recovered_share"):
+            assert arm[figure] == {"mean": None, "sd": None, "n": 0, "of": 2}
+    losses = {name: [row["val_loss"] for row in arm["by_seed"].values()] for name, arm in summary["arms"].items()}
+    slow = repair(losses["static-low"], losses["unquantized-clean"], losses["static-high"])
+    assert summary["arms"]["static-high"]["repaired"] == slow
+    assert summary["harm"]["reference"] == "unquantized-clean"
+    assert summary["harm"]["mean_harm"] == slow["mean_harm"]
+    assert summary["arms"]["static-low"]["repaired"] is None
+    assert summary["arms"]["unquantized-clean"]["repaired"] is None
+
+
+def test_a_part_of_other_source_is_not_reused_and_the_summary_says_which_it_is(tmp_path, text, monkeypatch):
+    quiet = {"data": [text], "workers": 1, "console": Console(file=io.StringIO())}
+    made = comparison("static-low-clean")
+    first = run_comparison(made, tmp_path, **quiet)
+    assert first["source"] == source_of()
+    assert 0 < first["worker_seconds"] < first["seconds"]
+    again = run_comparison(made, tmp_path, **quiet)
+    # What it took is what all starts took; this start took next to nothing.
+    assert again["worker_seconds"] == first["worker_seconds"]
+    monkeypatch.setattr(part, "source_digest", lambda: "another")
+    monkeypatch.setattr(part, "train_arm", None)
+    with pytest.raises(TypeError):
+        run_comparison(made, tmp_path, **quiet)
 
 
 def test_arms_are_read_as_they_are_written():
@@ -343,14 +456,15 @@ def test_arms_are_read_as_they_are_written():
     assert (adapt.profile_steps, adapt.score, adapt.scores.alpha, adapt.share) == (3, "norm", 9.0, 3)
 
 
-def test_the_table_says_that_there_was_no_harm_and_the_picture_has_every_arm(tmp_path, text, monkeypatch):
+def test_the_table_says_that_one_seed_tells_no_harm_and_the_picture_has_every_arm(tmp_path, text, monkeypatch):
     made = comparison("unquantized-clean", "static-low-clean", "static-low", "gnmr", faults="none", fault_settings={})
     said = io.StringIO()
     summary = run_comparison(made, tmp_path, data=[text], workers=1, console=Console(file=said, width=100))
     assert "No faults are injected." in said.getvalue()
     assert summary["arms"]["gnmr"]["repaired"]["share"] is None
     hit = {**summary, "arms": {name: {**arm, "has_faults": True} for name, arm in summary["arms"].items()}}
-    assert "no harm to repair" in tables_of(hit)
+    assert "unknown: one seed" in tables_of(hit)
+    assert "With one seed nothing tells harm from chance" in said.getvalue()
     figure = comparison_figure(summary)
     monkeypatch.setattr(type(figure), "write_image", lambda *_: None)
     assert write_plot(summary, tmp_path) == ([tmp_path / "compare.html", tmp_path / "compare.svg"], None)

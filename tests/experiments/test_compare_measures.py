@@ -10,6 +10,7 @@ from trimtab.control.reasons import REASONS
 from trimtab.experiments.arms import catches
 from trimtab.experiments.compare.measures import (
     detection,
+    difference,
     fault_steps,
     full_share,
     mean_of_lines,
@@ -57,33 +58,50 @@ def test_a_fault_of_a_unit_that_is_not_asked_for_is_left_out():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_recall_and_precision_are_those_of_counting_unit_steps(seed):
-    windows, risk, act_from, width = random_windows(seed), random_risk(seed), 6, 3
-    found = detection(risk, windows, UNITS, act_from_step=act_from, window_steps=width)
+    windows, risk, first, width = random_windows(seed), random_risk(seed), 6, 3
+    found = detection(risk, windows, UNITS, first_step=first, tolerance_steps=width)
     faulty = caught = flagged = right = 0
-    for step in range(1, NUM_STEPS + 1):
+    seen = {}
+    for step in range(first + 1, NUM_STEPS + 1):
         for column, unit in enumerate(UNITS):
-            own = [w for w in windows if w.unit == unit]
-            is_flagged = risk[step - 1, column] > 1
-            if any(w.start_step + 1 <= step <= w.end_step - 1 for w in own):
-                faulty += 1
-                caught += is_flagged
-            if is_flagged and step > act_from:
-                flagged += 1
-                right += any(w.start_step <= step <= w.end_step - 1 + width for w in own)
+            is_flagged = bool(risk[step - 1, column] > 1)
+            own = [number for number, w in enumerate(windows) if w.unit == unit]
+            within = [number for number in own if windows[number].start_step <= step < windows[number].end_step]
+            for number in within:
+                seen[number] = seen.get(number, False) or is_flagged
+            faulty += bool(within)
+            caught += bool(within) and is_flagged
+            flagged += is_flagged
+            right += is_flagged and any(
+                windows[number].start_step <= step < windows[number].end_step + width for number in own
+            )
     assert (found["faulty_unit_steps"], found["faulty_and_flagged"]) == (faulty, caught)
     assert (found["flagged_unit_steps"], found["flagged_in_fault"]) == (flagged, right)
     assert found["recall"] == pytest.approx(caught / faulty)
     assert found["precision"] == pytest.approx(right / flagged)
+    assert found["event_recall"] == pytest.approx(sum(seen.values()) / len(seen))
 
 
-def test_a_perfect_detector_has_recall_and_precision_of_one_and_a_silent_one_has_no_precision():
+def test_a_perfect_detector_has_recall_and_precision_of_one_from_the_first_step_of_a_fault_on():
     windows = [window("k", 10, 5)]
-    perfect = np.where(fault_steps(windows, UNITS, NUM_STEPS, after=1), 3.0, 0.0)
-    found = detection(perfect, windows, UNITS, act_from_step=0, window_steps=1)
-    assert (found["recall"], found["precision"]) == (1.0, 1.0)
-    silent = detection(np.zeros((NUM_STEPS, 3)), windows, UNITS, act_from_step=0, window_steps=1)
-    assert (silent["recall"], silent["precision"]) == (0.0, None)
-    assert detection(perfect, [], UNITS, act_from_step=0, window_steps=1)["recall"] is None
+    perfect = np.where(fault_steps(windows, UNITS, NUM_STEPS), 3.0, 0.0)
+    found = detection(perfect, windows, UNITS, first_step=0, tolerance_steps=1)
+    assert (found["recall"], found["event_recall"], found["precision"]) == (1.0, 1.0, 1.0)
+    late = perfect.copy()
+    late[9] = 0.0
+    assert detection(late, windows, UNITS, first_step=0)["recall"] == 0.8
+    assert detection(late, windows, UNITS, first_step=0)["event_recall"] == 1.0
+
+
+def test_a_silent_detector_has_no_precision_and_without_faults_none_has_any():
+    windows = [window("k", 10, 5)]
+    silent = detection(np.zeros((NUM_STEPS, 3)), windows, UNITS, first_step=0)
+    assert (silent["recall"], silent["event_recall"], silent["precision"]) == (0.0, 0.0, None)
+    loud = detection(np.full((NUM_STEPS, 3), 9.0), [], UNITS, first_step=0)
+    assert (loud["recall"], loud["event_recall"], loud["precision"]) == (None, None, None)
+    assert loud["flagged_unit_steps"] == 3 * NUM_STEPS
+    # A fault that is over before anything is scored was missed by nobody.
+    assert detection(np.zeros((NUM_STEPS, 3)), windows, UNITS, first_step=14)["event_recall"] is None
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -123,14 +141,23 @@ def test_catches_count_faults_whose_unit_was_recovered_while_they_lasted():
 def test_nothing_is_repaired_where_the_faults_did_no_harm():
     assert repaired_share(low=1.0, clean=1.2, arm=0.9) is None
     assert repaired_share(low=math.inf, clean=1.2, arm=0.9) is None
-    # The mean cost is a third of a nat, and its standard error more than half of it.
+    # The mean cost is a third of a nat, and its interval reaches far below 0.
     found = repair([2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
     assert (found["did_harm"], found["share"], found["interval"]) == (False, None, None)
-    assert repair([], [], [])["did_harm"] is False
+    assert found["harm_interval"][0] < 0 < found["mean_harm"]
+    # Two seeds, of which twice the standard error would have made harm.
+    assert repair([2.0, 2.5], [1.0, 1.0], [1.0, 1.0])["did_harm"] is False
+
+
+def test_of_one_seed_or_none_no_harm_and_no_share_is_told():
+    found = repair([2.0], [1.0], [1.5])
+    assert (found["did_harm"], found["share"], found["interval"]) == (None, None, None)
+    assert (found["mean_harm"], found["harm_interval"], found["num_seeds"]) == (1.0, None, 1)
+    assert repair([], [], [])["did_harm"] is None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_share_is_the_ratio_of_mean_differences_and_lies_in_its_interval(seed):
+def test_the_share_is_the_ratio_of_mean_differences_and_its_interval_solves_fiellers_equation(seed):
     rng = np.random.default_rng(seed)
     clean = rng.normal(2.0, 0.3, size=8)
     low = clean + rng.uniform(0.4, 0.6, size=8)
@@ -140,27 +167,58 @@ def test_the_share_is_the_ratio_of_mean_differences_and_lies_in_its_interval(see
     assert found["share"] == pytest.approx(slow)
     assert found["interval"][0] <= slow <= found["interval"][1]
     assert found["num_seeds"] == 8
-    assert found["resamples_without_harm"] == 0
-    # Whatever is common to the losses of a seed changes nothing: the resamples are paired.
+    for end in found["interval"]:
+        # At its ends, Student's t of repaired - end * harm is at the limit for 7 degrees of freedom.
+        rest = (low - arm) - end * (low - clean)
+        assert abs(rest.mean()) / (rest.std(ddof=1) / math.sqrt(8)) == pytest.approx(2.365)
+    # Whatever is common to the losses of a seed changes nothing: the seeds are paired.
     shift = rng.normal(0, 5, size=8)
     shifted = repair(low + shift, clean + shift, arm + shift)
     assert shifted["interval"] == pytest.approx(found["interval"])
 
 
-def test_the_interval_is_that_of_all_resamples_of_two_seeds():
-    # Of two seeds each resample is (0,0), (0,1), (1,0) or (1,1): shares 0.5, 0.7 and 0.9, the outer a quarter each.
-    found = repair([2.0, 2.0], [1.0, 1.0], [1.5, 1.1])
-    assert found["share"] == pytest.approx(0.7)
-    assert found["interval"] == pytest.approx([0.5, 0.9])
-    assert repair([2.0], [1.0], [1.5])["interval"] is None
+@pytest.mark.parametrize("num_seeds", [2, 3, 8])
+def test_the_intervals_hold_what_is_true_in_95_of_100_repeats(num_seeds):
+    rng, repeats = np.random.default_rng(0), 2000
+    held = held_difference = told = 0
+    for _ in range(repeats):
+        clean = rng.normal(2.0, 0.3, size=num_seeds)
+        low = clean + 1.0 + rng.normal(0, 0.02, size=num_seeds)
+        arm = clean + 0.4 + rng.normal(0, 0.1, size=num_seeds)
+        found = repair(low, clean, arm)
+        told += found["interval"] is not None
+        held += found["interval"] is not None and found["interval"][0] <= 0.6 <= found["interval"][1]
+        between = difference(low, arm)["interval"]
+        held_difference += between[0] <= 0.6 <= between[1]
+    # Harm of 1.0 at a deviation of 0.02 is told apart even with two seeds, and then the share has its interval.
+    assert told == repeats
+    reach = 3 * math.sqrt(0.95 * 0.05 / repeats)
+    assert abs(held / repeats - 0.95) < reach
+    assert abs(held_difference / repeats - 0.95) < reach
 
 
-def test_a_seed_without_a_finite_loss_is_left_out_of_all_three():
-    found = repair([2.0, math.nan, 2.2], [1.0, 1.0, 1.1], [1.5, 1.0, 1.65])
-    assert found["num_seeds"] == 2
-    assert found["share"] == pytest.approx((0.5 + 0.55) / (1.0 + 1.1))
+def test_a_diverged_run_is_counted_and_the_others_do_not_speak_for_it():
+    harmed = repair([2.0, math.nan, 2.2], [1.0, 1.0, 1.1], [1.5, 1.0, 1.65])
+    assert (harmed["did_harm"], harmed["mean_harm"], harmed["share"]) == (None, None, None)
+    assert harmed["num_diverged"] == {"low": 1, "clean": 0, "arm": 0}
+    arm = repair([2.0, 2.1, 2.2], [1.0, 1.0, 1.1], [1.5, math.inf, 1.65])
+    # What the arm did says nothing of the harm.
+    assert (arm["did_harm"], arm["share"], arm["interval"]) == (True, None, None)
+    assert arm["num_diverged"] == {"low": 0, "clean": 0, "arm": 1}
+    assert arm["num_seeds"] == 3
+
+
+def test_a_difference_is_that_of_paired_seeds_and_a_diverged_one_is_counted():
+    found = difference([2.0, 3.0, 4.5], [1.0, 2.0, 3.0])
+    assert found["mean"] == pytest.approx(3.5 / 3)
+    reach = 4.303 * np.std([1.0, 1.0, 1.5], ddof=1) / math.sqrt(3)
+    assert found["interval"] == pytest.approx([3.5 / 3 - reach, 3.5 / 3 + reach])
+    assert difference([2.0], [1.0]) == {"mean": 1.0, "interval": None, "num_seeds": 1, "num_diverged": 0}
+    assert difference([2.0, 1.0], [math.nan, 1.0]) == {
+        "mean": None, "interval": None, "num_seeds": 2, "num_diverged": 1,
+    }  # fmt: skip
 
 
 def test_means_over_seeds_say_how_many_they_are_of():
-    assert over_seeds([1.0, 3.0, None, math.nan]) == {"mean": 2.0, "sd": pytest.approx(math.sqrt(2)), "n": 2}
+    assert over_seeds([1.0, 3.0, None, math.nan]) == {"mean": 2.0, "sd": pytest.approx(math.sqrt(2)), "n": 2, "of": 4}
     assert mean_of_lines([[1.0, 2.0], [3.0, 4.0]]) == [2.0, 3.0]

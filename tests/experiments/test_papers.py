@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,16 +12,17 @@ from rich.console import Console
 
 from trimtab.cli import main
 from trimtab.errors import ConfigError
+from trimtab.experiments import source
 from trimtab.experiments.compare.comparison import Comparison
 from trimtab.experiments.paper_settings import ActivationsSettings, DeepseekSettings, LoraSettings, MoeSettings
-from trimtab.experiments.papers import source
-from trimtab.experiments.papers.experiment import EXPERIMENTS, run_paper_experiment
+from trimtab.experiments.papers.experiment import EXPERIMENTS, command_of, run_paper_experiment
 from trimtab.experiments.papers.layout import COLUMNS
 from trimtab.experiments.papers.preset_run import arms_of, run_preset_arms, scaled
 from trimtab.experiments.papers.published import GNMR_4BIT, STATIC_4BIT, UNQUANTIZED
-from trimtab.experiments.papers.source import source_of
+from trimtab.experiments.papers.repair import twin_of
 from trimtab.experiments.papers.tables import cell_text, make_table, markdown_table, rich_tables
 from trimtab.experiments.presets import run_preset
+from trimtab.experiments.source import source_of
 from trimtab.trace import open_run
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'trimtab[hf]'")
@@ -50,7 +53,7 @@ def fake_figures(comparison: Comparison):
     arms = {}
     for i, arm in enumerate(comparison.arms):
         loss = 2.0 + i / 100
-        spread = {"mean": loss, "sd": 0.01, "n": 2}
+        spread = {"mean": loss, "sd": 0.01, "n": 2, "of": 2}
         arms[arm] = {
             "title": arm,
             "scores_decide": True,
@@ -67,7 +70,9 @@ def fake_figures(comparison: Comparison):
         "num_units": 28,
         "arms": arms,
         "faults_by_seed": {},
+        "source": {"commit": "abc1234", "modified": False, "version": "0.1"},
         "seconds": 1.0,
+        "worker_seconds": 2.0,
     }
 
 
@@ -88,6 +93,24 @@ def test_every_row_of_a_table_is_an_arm_of_a_scenario_and_every_column_exists(ex
         shown |= rows
     every = {(name, arm) for name, one in scenarios.items() for arm in one.comparison.arms}
     assert every - shown == set()
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda e: e.name)
+def test_what_is_claimed_of_injected_faults_has_as_many_units_at_random_beside_it(experiment):
+    for one in experiment.scenarios((0,), None):
+        arms = dict.fromkeys(one.comparison.arms) if one.regime == "injected" else {}
+        # Of permanent damage nothing is claimed for gradient norms: their history holds it.
+        claimed = {one.direct} if one.comparison.faults == "permanent-outliers" else {one.gnmr, one.direct}
+        for arm in claimed & set(arms):
+            assert twin_of({"arms": arms}, arm), (one.name, arm)
+
+
+def test_the_command_is_what_was_run():
+    given = LoraSettings(seeds=2, first_seed=3, steps=9, only=("natural-layers",), data=(Path("some text.txt"),))
+    words = shlex.split(command_of(given))
+    assert words[:3] == ["trimtab", "experiment", "lora"]
+    options = "--seeds 2 --first-seed 3 --steps 9 --only natural-layers --data"
+    assert words[3:] == [*options.split(), "some text.txt"]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda e: e.name)
@@ -127,6 +150,14 @@ def test_an_experiment_with_made_up_figures_prints_and_writes_them(tmp_path):
     for words in ("67.22", "30.59-30.68", "0.016-0.141%", "| 2 | 2", "no faults", "max_active"):
         assert words in document, words
     assert "paper: triggers" in said.getvalue()
+    assert summary["command"] in document
+    assert summary["command"] == "trimtab experiment activations --seeds 2"
+    assert "source: abc1234" in document
+    assert summary["worker_seconds"] == 2.0 * len(names)
+    # The paper's figures are of tokens, and of a ratio that is counted otherwise: in a table without any of ours.
+    for table in summary["tables"]:
+        keys = [column["key"] for column in table["columns"]]
+        assert len({key.startswith("paper_") for key in keys}) == 1, table["title"]
     # A run that is cut short does not leave the older summary as its own.
     with pytest.raises(ZeroDivisionError):
         run_paper_experiment(settings, Console(quiet=True), compare=lambda *_, **__: 1 / 0)
@@ -138,14 +169,15 @@ def test_a_table_has_no_empty_column_and_no_row_of_an_arm_that_was_not_run():
     one = experiment.scenarios((0, 1), None)[0]
     figures = fake_figures(one.comparison)
     for arm in figures["arms"].values():
-        arm["trigger_rate"] = {"mean": None, "sd": None, "n": 0}
+        arm["trigger_rate"] = {"mean": None, "sd": None, "n": 0, "of": 2}
     del figures["arms"][one.gnmr]
     tables = [make_table(layout, {one.name: figures}) for layout in experiment.layouts]
     (table,) = [table for table in tables if table is not None]
     assert "trigger_rate" not in [column["key"] for column in table["columns"]]
     assert one.gnmr not in [row["arm"] for row in table["rows"]]
     ratio = next(row["cells"]["over_unquantized"] for row in table["rows"] if row["arm"] == "static-low")
-    assert ratio == pytest.approx(2.01 / 2.0)
+    # Of the losses: a mean of perplexities would be that of the worst seed.
+    assert ratio["mean"] == pytest.approx(np.exp(0.01))
     (whole,) = rich_tables(table, 300)
     assert whole.row_count == len(table["rows"]) == markdown_table(table).count("\n| ") - 2
     narrow = rich_tables(table, 80)
@@ -166,6 +198,10 @@ def test_repair_without_faults_is_of_what_the_low_cost_path_itself_costs():
     cells = {row["arm"]: row["cells"]["repaired"] for row in table["rows"]}
     assert cells["static-low"] is cells["unquantized-clean"] is None
     assert cells[one.gnmr]["share"] == pytest.approx(0.5)
+    figures["arms"][one.gnmr]["by_seed"]["1"] = {"val_loss": None}
+    (lost,) = [row["cells"] for row in make_table(layout, {one.name: figures})["rows"] if row["arm"] == one.gnmr]
+    assert cell_text(lost["repaired"], "share") == "diverged 1/3"
+    assert cell_text(lost["over_unquantized"], "times").endswith(" (2/3)")
     assert cells["static-high"]["interval"] == pytest.approx([0.9, 0.9])
 
 
@@ -176,6 +212,9 @@ def test_numbers_are_written_as_they_are_read():
     assert cell_text({"share": None, "interval": None}, "share") == "-"
     assert cell_text({"share": 0.5, "interval": None}, "share") == "50%"
     assert cell_text(float("nan"), "nats") == "-"
+    assert cell_text({"mean": 2.0, "sd": 0.5, "n": 2, "of": 3}, "nats") == "2.0000±0.5000 (2/3)"
+    assert cell_text({"mean": None, "sd": None, "n": 0, "of": 3}, "nats") == "diverged 3/3"
+    assert cell_text({"mean": None, "sd": None, "n": 0, "of": 3}, "percent") == "-"
 
 
 def test_the_source_of_a_checkout_is_its_commit_and_of_anything_else_the_version(tmp_path, monkeypatch):
@@ -259,6 +298,12 @@ def test_a_shrunken_preset_trains_every_arm_and_is_not_trained_twice(tmp_path, t
     assert summary["steps"] == 2
     assert summary["arms"]["static-high"]["recovered_share"]["mean"] == 1.0
     assert summary["arms"]["static-low"]["recovered_share"]["mean"] == 0.0
+    assert summary["arms"]["static-high"]["full_share"]["mean"] is None
+    assert summary["arms"]["gnmr"]["full_share"]["mean"] == 0.0
+    ours, papers = summary["tables"]
+    assert "ADAPT-style" in ours["note"]
+    assert {"full_share", "over_unquantized"} <= {column["key"] for column in ours["columns"]}
+    assert all(column["key"].startswith("paper_") for column in papers["columns"])
     assert set(summary["arms"]) == {arm.name for arm in arms_of("activations", known)}
     assert "67.22" in (settings.summary_folder / "table.md").read_text()
     monkeypatch.setattr("trimtab.experiments.train.run_train", None)

@@ -256,7 +256,7 @@ class Trained:
     losses: list[float]
     """Training loss of each step, in nats a token. (T,)"""
     step_seconds: list[float]
-    """Of each step whose bytes were not counted."""
+    """Of each step whose bytes were not counted, by the clock on the wall."""
     saved_bytes: list[tuple[int, int]]
     """Bytes kept for backward by the projections and by the whole model, of the others."""
     active_counts: list[int]
@@ -271,6 +271,8 @@ class Trained:
     """Those of them in which that had an effect."""
     val_loss: float = float("nan")
     """Nats per token on held-out text, without the guard."""
+    processor_seconds: list[float] = field(default_factory=list)
+    """What these steps took of the processor, all threads of the process together; nothing of what a device does."""
 
     @property
     def final_train_loss(self) -> float:
@@ -281,6 +283,11 @@ class Trained:
     def median_step_seconds(self) -> float:
         """Median time of a step; NaN where none was timed."""
         return float(np.median(self.step_seconds)) if self.step_seconds else float("nan")
+
+    @property
+    def median_processor_seconds(self) -> float:
+        """Median processor time of a step, which other programs on the machine hardly change; NaN likewise."""
+        return float(np.median(self.processor_seconds)) if self.processor_seconds else float("nan")
 
     @property
     def projection_saved_bytes(self) -> int:
@@ -304,6 +311,7 @@ def train_arm(
     record: Path | None = None,
     recovers_always: bool = False,
     exercise_every: int = 0,
+    quantizer_stats: bool | None = None,
     before_step: Callable[[int, Guard, Tensor], None] | None = None,
     on_decision: Callable[[int, Decision], None] | None = None,
     on_step: Callable[[int, float], None] | None = None,
@@ -320,6 +328,7 @@ def train_arm(
         record: Where the run record goes.
         recovers_always: Whether every unit is put on the recovery path by hand in every step.
         exercise_every: Steps from one exercise of the switch to the next; 0 never exercises it.
+        quantizer_stats: See ``trimtab.attach``.
         before_step: Called with the step, the guard and the step's batch before its forward; it may route by hand. Its
             time is not counted.
         on_decision: Called with the step and its decision; only where there is a recipe.
@@ -335,7 +344,7 @@ def train_arm(
         betas=(0.9, 0.95),
         weight_decay=plan.weight_decay,
     )
-    guard = trimtab.attach(model, recipe, policy=policy, record=record)
+    guard = trimtab.attach(model, recipe, policy=policy, record=record, quantizer_stats=quantizer_stats)
     exercise = Exercise(guard, exercise_every) if exercise_every else None
     switchable = set() if guard.conversion is None else {unit.name for unit in guard.conversion.units}
     trained = Trained(
@@ -360,7 +369,7 @@ def train_arm(
             counted = step % 10 == 5
             if before_step is not None:
                 before_step(step, guard, batch)
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.process_time()
             if recovers_always and guard.conversion is not None:
                 guard.route([unit.name for unit in guard.conversion.units])
             if exercise is not None:
@@ -381,6 +390,7 @@ def train_arm(
                 exercise.end_step(step)
             if not counted:
                 trained.step_seconds.append(time.perf_counter() - start)
+                trained.processor_seconds.append(time.process_time() - processor_start)
             trained.losses.append(float(loss.detach()))
             if guard.conversion is not None:
                 routed[step + 1] = decision.active

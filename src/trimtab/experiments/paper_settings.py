@@ -104,8 +104,8 @@ def _llamas() -> tuple[str, ...]:
 class ActivationsSettings(PapersSettings):
     """Saved activations in 4 bits (Kong et al. 2026, section 5.1): thresholds, budgets, matched random recovery.
 
-    Without faults in 4 and in 2 bits, and with corrupted copies. Prints the paper's figures beside ours; writes
-    OUT/summary.json, OUT/table.md and a run record an arm and seed.
+    Without faults in 4 and in 2 bits, and with corrupted copies. Prints our tables and one of the paper's figures;
+    writes OUT/summary.json, OUT/table.md and a run record an arm and seed.
     """
 
     name: ClassVar[str] = "activations"
@@ -128,7 +128,7 @@ class DeepseekSettings(PapersSettings):
 class LoraSettings(PapersSettings):
     """LoRA on a frozen INT8 base (Kong et al. 2026, section 5.3): a quarter of the layers on the plain base at most.
 
-    Without faults, and on a base whose inputs have outlier channels all along. Prints the tables; writes
+    Without faults, on a base whose inputs have outlier channels all along, and in bursts. Prints the tables; writes
     OUT/summary.json, OUT/table.md and a run record an arm and seed.
     """
 

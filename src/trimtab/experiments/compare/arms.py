@@ -26,6 +26,12 @@ __all__ = ["ARM_KINDS", "ARM_NAMES", "ArmKind", "ArmName", "Given", "read_arm", 
 _NEVER = 1e300
 """A threshold that no finite score of a run comes near."""
 
+_FIXED_STREAM = 0xA2
+"""Names the stream of random numbers that the fixed set is drawn from."""
+
+_PROFILED_SHARE = 0.4
+"""Of the run, what "adapt-style" profiles: bursts usually begin after a fifth of it, and it is to see some."""
+
 Route = Literal["policy", "all", "oracle"]
 """Who puts units on the recovery path: the policy; nobody, for all are on it; or the gaps, as measured in the run."""
 
@@ -263,13 +269,15 @@ def _random(given: Given, changes: Mapping[str, Any]) -> PolicyLike:
 
 def _fixed(given: Given, changes: Mapping[str, Any]) -> PolicyLike:
     count = budget_in_units(given.max_active, len(given.units))
-    chosen = np.random.default_rng(given.plan.seed).choice(len(given.units), size=count, replace=False)
+    # A stream of its own: from the seed alone it would hold the very units that permanent faults fall on.
+    chosen = np.random.default_rng([given.plan.seed, _FIXED_STREAM]).choice(len(given.units), size=count, replace=False)
     return _changed(FixedSet([given.units[i] for i in sorted(chosen)], scores=given.plan.policy()), changes)
 
 
 def _adapt(given: Given, changes: Mapping[str, Any]) -> PolicyLike:
     scores = given.plan.policy()
-    policy = AdaptStyle(max(1, scores.act_from_step), share=given.max_active, scores=scores)
+    profile_steps = max(1, scores.act_from_step, round(_PROFILED_SHARE * given.plan.num_steps))
+    policy = AdaptStyle(profile_steps, share=given.max_active, scores=scores)
     return _changed(policy, changes)
 
 
@@ -304,7 +312,7 @@ ARM_KINDS: Mapping[str, ArmKind] = MappingProxyType(
         "random": ArmKind(title="random, as GNMR", make=_random, reference="gnmr"),
         "random-direct": ArmKind(title="random, as GNMR + error", make=_random, reference="direct"),
         "fixed": ArmKind(title="fixed set", make=_fixed),
-        "adapt-style": ArmKind(title="profile, then fixed", make=_adapt),
+        "adapt-style": ArmKind(title="profiled for 40% of the run, then fixed", make=_adapt),
         "gsnr-style": ArmKind(title="norm's noise", make=_gsnr),
         "jacobian": ArmKind(title="norm ratio", make=_jacobian),
         "damping-only": ArmKind(title="damping only", make=_damping, has_budget=False, scores_decide=True),

@@ -97,7 +97,7 @@ class Comparison:
         object.__setattr__(self, "seeds", tuple(self.seeds))
         object.__setattr__(self, "max_active", budget_setting(self.max_active))
         _check_recipe(self.recipe, self.recipe_settings, self.model)
-        _check_faults(self.faults, self.fault_settings, self.recipe)
+        _check_faults(self.faults, self.fault_settings, self.recipe, self.recipe_settings)
         if self.error_limit is not None and not (is_real(self.error_limit) and self.error_limit > 0):
             raise ConfigError("error_limit", self.error_limit, "it is a number above 0.", "Set 0.3 for instance.")
         if isinstance(self.gaps_every, bool) or not isinstance(self.gaps_every, int) or self.gaps_every < 0:
@@ -113,6 +113,10 @@ class Comparison:
             allowed = f"the recipe {self.recipe!r} takes tokens in multiples of {multiple}, which {tokens} are not."
             raise ConfigError("plan.sequence", self.plan.sequence, allowed, f"Set it to {multiple}, say.")
         check_arms(self.arms, self.gaps_every)
+        # Imported here, as it is by modules that torch is not needed for.
+        from trimtab.experiments.compare.faults import plan_faults
+
+        plan_faults(self, ("unit",), self.seeds[0])
         for text in self.arms:
             # So that what a policy cannot mean is said before anything is trained.
             self.policy(self.arm(text), self.seeds[0], units=("unit",), counts=(0,))
@@ -230,7 +234,7 @@ def _check_recipe(recipe: str, settings: Mapping[str, Any], model: str) -> None:
         raise ConfigError("model", model, allowed, f"Choose the recipe {' or '.join(map(repr, ADAPTER_RECIPES))}.")
 
 
-def _check_faults(faults: str, settings: Mapping[str, Any], recipe: str) -> None:
+def _check_faults(faults: str, settings: Mapping[str, Any], recipe: str, recipe_settings: Mapping[str, Any]) -> None:
     if faults not in FAULT_KINDS:
         near = nearest_names(faults, FAULT_KINDS)
         remedy = f"Did you mean {near[0]!r}?" if near else "Use one of them."
@@ -238,6 +242,9 @@ def _check_faults(faults: str, settings: Mapping[str, Any], recipe: str) -> None
     if faults in _FAULTY_RECIPES and recipe not in _FAULTY_RECIPES[faults]:
         allowed = f"they fall on what {' and '.join(map(repr, _FAULTY_RECIPES[faults]))} quantize, and not {recipe!r}."
         raise ConfigError("faults", faults, allowed, f"Choose {usual_faults(recipe)!r}.")
+    if faults == "stored-copy-bursts" and recipe_settings.get("low_bits") == 16:
+        allowed = "an unquantized input is no copy that could be corrupted."
+        raise ConfigError("low_bits", 16, allowed, "Set it to 2, 4 or 8, or faults to 'none'.")
     if faults == "none" and settings:
         raise ConfigError(
             "fault_settings", dict(settings), "there are no faults to set.", "Choose some, or leave it out."

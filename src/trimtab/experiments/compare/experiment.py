@@ -22,7 +22,9 @@ from trimtab.experiments.compare.plot import write_plot
 from trimtab.experiments.compare.summary import summarise
 from trimtab.experiments.compare.table import LEGEND, comparison_table
 from trimtab.experiments.compare_settings import CompareSettings
+from trimtab.experiments.recipes import make_recipe
 from trimtab.experiments.settings import prepare_folder, write_whole
+from trimtab.experiments.source import source_of
 from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
 
@@ -96,6 +98,8 @@ def _run(
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("The comparison", "transformers", "demo")
     began = time.perf_counter()
+    # So that what a recipe cannot mean, or a package that it lacks, is said before anything is trained.
+    make_recipe(comparison.recipe, **comparison.recipe_settings)
     prepare_folder(folder)
     text_of(data, comparison.plan.sequence)
     first = _first(comparison, tuple(data))
@@ -112,6 +116,7 @@ def _run(
         # A run that is cut short must not leave an older run's summary as if it were its own.
         summary_path.replace(folder / "summary.previous.json")
     parts: dict[tuple[str, int], dict[str, Any]] = {}
+    every: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("begins", total=num_parts)
@@ -124,13 +129,17 @@ def _run(
             sequence=comparison.plan.sequence,
             processes=processes,
         ):
+            every.append(figures)
             if part.arm != BASE:
                 parts[part.arm, part.seed] = figures
             loss = figures["val_loss"]
             said = "no finite loss" if loss is None else f"loss {loss:.3f}"
             progress.update(task, advance=1, description=f"{part.name}: {said}")
     summary = summarise(comparison, data, parts)
+    # Of this start alone; and of all the starts that it took.
     summary["seconds"] = time.perf_counter() - began
+    summary["worker_seconds"] = sum(figures["seconds"] for figures in every)
+    summary["source"] = _common_source(every)
     summary["versions"] = package_versions()
     write_whole(summary_path, summary)
     # Read back, so that it is what a later reader of the file has.
@@ -138,6 +147,12 @@ def _run(
     if reports:
         _report(summary, folder, console, draws)
     return summary
+
+
+def _common_source(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The source that the parts came from. They are all of the same files, but these may have been committed since."""
+    first = every[0]["source"]
+    return dict(first) if all(figures["source"] == first for figures in every) else source_of()
 
 
 def _first(comparison: Comparison, data: tuple[Path, ...]) -> list[Part]:

@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.control.policy import is_real
 from trimtab.errors import ConfigError, nearest_names
 from trimtab.experiments.compare.comparison import Comparison
 from trimtab.faults import Fault, StoredCopyFaults, random_bursts
 from trimtab.faults.outliers import OutlierChannels, OutlierFaults, random_outliers
 
 __all__ = ["FaultWindow", "PlannedFaults", "plan_faults"]
+
+
+_STREAM = 0xF1
+"""Names the stream of random numbers that permanent faults are drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def plan_faults(comparison: Comparison, units: Sequence[str], seed: int) -> Plan
         "num_channels": None,
     }
     chosen = {name: value for name, value in _checked(settings, usual).items() if value is not None}
-    chosen |= {name: tuple(chosen[name]) for name in ("num_steps", "factor") if name in chosen}
+    chosen |= {name: _range(name, chosen[name]) for name in ("num_steps", "factor") if name in chosen}
     if kind == "stored-copy-bursts":
         bursts: Sequence[Any] = random_bursts(units, seed=seed, **chosen)
         return _planned(StoredCopyFaults(bursts), bursts)
@@ -83,9 +88,10 @@ def plan_faults(comparison: Comparison, units: Sequence[str], seed: int) -> Plan
 
 def _permanent(settings: Mapping[str, Any], units: Sequence[str], num_steps: int, seed: int) -> PlannedFaults:
     share = settings["share"]
-    if not 0 < share <= 1:
+    if not is_real(share) or not 0 < share <= 1:
         raise ConfigError("share", share, "it is a share of the units, above 0 and up to 1.", "Set 0.1 for instance.")
-    rng = np.random.default_rng(seed)
+    # A stream of its own, so that no other choice from the seed falls on the same units.
+    rng = np.random.default_rng([seed, _STREAM])
     chosen = sorted(rng.choice(len(units), size=max(1, round(share * len(units))), replace=False).tolist())
     channels = {} if settings["num_channels"] is None else {"num_channels": settings["num_channels"]}
     faults = [
@@ -95,6 +101,14 @@ def _permanent(settings: Mapping[str, Any], units: Sequence[str], num_steps: int
         for i in chosen
     ]
     return _planned(OutlierFaults(faults), faults)
+
+
+def _range(name: str, value: Any) -> tuple[Any, Any]:
+    """The lowest and the highest value."""
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(is_real, value)):
+        allowed = "it is a range, from the lowest to the highest value."
+        raise ConfigError(name, value, allowed, "Write two numbers; the same twice for one value.")
+    return value[0], value[1]
 
 
 def _planned(fault: Fault, bursts: Sequence[Any]) -> PlannedFaults:

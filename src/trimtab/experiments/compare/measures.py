@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from trimtab.control.reasons import REASONS
 
 __all__ = [
-    "RESAMPLES",
+    "TOLERANCE_STEPS",
     "Window",
+    "by_step",
     "detection",
+    "difference",
     "fault_steps",
     "full_share",
+    "mean_of_lines",
     "over_seeds",
     "reason_counts",
     "repair",
@@ -29,8 +32,16 @@ __all__ = [
     "trigger_rate",
 ]
 
-RESAMPLES = 4000
-"""Resamples of the seeds for an interval."""
+TOLERANCE_STEPS = 5
+"""So long after a fault's end a risk above 1 still counts as right: averages of past steps have yet to forget it."""
+
+_T_QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_T95 = {**dict(enumerate(_T_QUANTILES, start=1)), 40: 2.021, 60: 2.000, 120: 1.980}
+"""97.5% quantile of Student's t by its degrees of freedom."""
 
 _Bools = NDArray[np.bool_]
 
@@ -122,35 +133,40 @@ def detection(
     windows: Sequence[Window],
     units: Sequence[str],
     *,
-    act_from_step: int,
-    window_steps: int,
+    first_step: int,
+    tolerance_steps: int = TOLERANCE_STEPS,
 ) -> dict[str, Any]:
-    """How well a risk above 1 tells the faults, by unit-step.
+    """How well a risk above 1 tells the faults, by unit-step and by fault, in the steps after ``first_step``.
 
-    Recall: of the faulty unit-steps, from the step after each fault's start to its end, those with a risk above 1.
-    Precision: of the unit-steps with a risk above 1, after ``act_from_step``, those in a fault or at most
-    ``window_steps`` after its end. A unit that is recovered has a healthy gradient, and its risk falls: recall is then
-    less than the share of faulty unit-steps in which something was done.
+    Recall: of the faulty unit-steps, those with a risk above 1; a step's risk is of its own gradient, which suffers the
+    fault from its first step on. Event recall: of the faults, those with a risk above 1 at least once while they last.
+    Precision: of the unit-steps with a risk above 1, those in a fault or at most ``tolerance_steps`` after its end.
+    Of a run that recovers, a recovered unit's gradient is healthy: there a policy that works lowers its own recall.
 
     Args:
         risk: Of each step's own decision. Shape (T, U).
         windows: The faults.
         units: Names of the U units.
-        act_from_step: See ``Policy``.
-        window_steps: See ``Policy``.
+        first_step: Steps up to this one are left out of everything; the same for all that are compared.
+        tolerance_steps: How long after a fault's end a risk is still right; likewise.
 
-    Returns: recall, precision (None where there is nothing to divide by), and the counts behind them.
+    Returns: recall, event_recall and precision (None where there is nothing to divide by, and where there are no
+        faults), and the counts behind them.
     """
-    flagged = risk > 1
-    faulty = fault_steps(windows, units, len(risk), after=1)
-    near = fault_steps(windows, units, len(risk), longer=window_steps)
-    acting = flagged.copy()
-    acting[:act_from_step] = False
-    num_faulty, num_flagged = int(faulty.sum()), int(acting.sum())
-    found, right = int((flagged & faulty).sum()), int((acting & near).sum())
+    scored = np.zeros((len(risk), 1), dtype=np.bool_)
+    scored[first_step:] = True
+    flagged = (risk > 1) & scored
+    faulty = fault_steps(windows, units, len(risk)) & scored
+    near = fault_steps(windows, units, len(risk), longer=tolerance_steps)
+    num_faulty, num_flagged = int(faulty.sum()), int(flagged.sum())
+    found, right = int((flagged & faulty).sum()), int((flagged & near).sum())
+    events = [fault_steps([window], units, len(risk)) & scored for window in windows]
+    events = [event for event in events if event.any()]
+    num_seen = sum(bool((flagged & event).any()) for event in events)
     return {
         "recall": found / num_faulty if num_faulty else None,
-        "precision": right / num_flagged if num_flagged else None,
+        "event_recall": num_seen / len(events) if events else None,
+        "precision": right / num_flagged if num_flagged and windows else None,
         "faulty_unit_steps": num_faulty,
         "faulty_and_flagged": found,
         "flagged_unit_steps": num_flagged,
@@ -181,68 +197,147 @@ def repaired_share(low: float, clean: float, arm: float) -> float | None:
 
 
 def repair(low: Sequence[float], clean: Sequence[float], arm: Sequence[float]) -> dict[str, Any]:
-    """The repaired share over seeds: the ratio of the mean differences, with an interval over the seeds.
+    """The repaired share over seeds: the ratio of the mean differences, with its interval.
 
-    The differences of a seed are those of runs on the same weights, data and faults. The faults did harm where their
-    mean cost is above twice its standard error; otherwise there is nothing to take a share of. With one seed no error
-    is known, and any cost counts. The interval is the middle 95% of the ratios of resampled seeds, all three losses of
-    a seed together; of two or three seeds it can hardly be narrow where they agree by chance. Resamples whose mean cost
-    is not above 0 have no ratio, and are left out.
+    The differences of a seed are those of runs on the same weights, data and faults. Whether there was harm follows
+    from ``low`` and ``clean`` alone: it was where the 95% interval of their mean difference lies above 0. The share's
+    interval is Fieller's, with Student's t, which holds for the ratio of two means of paired values however few they
+    are, as far as the differences are normal; where there was harm it is bounded.
+
+    A run whose loss is no number has diverged. It is never left out so that the others speak for it: nothing is said of
+    a harm or a share that it belongs to, but how many they are.
 
     Args:
-        low: Loss of the low-cost path under faults, by seed.
-        clean: The same without faults.
+        low: Loss of the low-cost path, by seed; NaN where it diverged.
+        clean: Of what it would be without harm.
         arm: Of the arm.
 
-    Returns: share and interval (None where there is no harm, and with one seed no interval), the mean harm, whether it
-        is one, the number of seeds, and the share of resamples without a ratio.
+    Returns:
+        share: None unless there was harm and every run is finite.
+        interval: Of the share, 95%; None where there is no share.
+        did_harm: None with fewer than two seeds, or where ``low`` or ``clean`` diverged.
+        mean_harm, harm_interval: Of low - clean; None where one of these diverged, the interval also with one seed.
+        num_seeds: All of them.
+        num_diverged: How many runs of low, clean and arm.
+
+    Source: E. C. Fieller 1954, Some problems in interval estimation, JRSS B 16.
 
     Example:
         >>> found = repair([2.0, 2.2, 2.1], [1.0, 1.1, 1.0], [1.2, 1.4, 1.2])
         >>> found["did_harm"], round(found["share"], 3), found["num_seeds"]
         (True, 0.781, 3)
+        >>> found = repair([2.0, 2.2], [1.0, 1.2], [1.1, float("nan")])
+        >>> found["did_harm"], found["share"], found["num_diverged"]["arm"]
+        (True, None, 1)
     """
-    losses = np.array([low, clean, arm], dtype=np.float64)
-    losses = losses[:, np.isfinite(losses).all(axis=0)]
-    harms, repaired = losses[0] - losses[1], losses[0] - losses[2]
-    n = len(harms)
+    losses = {name: np.array(values, dtype=np.float64) for name, values in _named(low, clean, arm)}
+    diverged = {name: int((~np.isfinite(values)).sum()) for name, values in losses.items()}
+    n = len(losses["low"])
     found: dict[str, Any] = {
         "share": None,
         "interval": None,
-        "mean_harm": float(harms.mean()) if n else None,
-        "did_harm": bool(n) and _is_harm(harms),
+        "did_harm": None,
+        "mean_harm": None,
+        "harm_interval": None,
         "num_seeds": n,
-        "resamples_without_harm": None,
+        "num_diverged": diverged,
     }
-    if not found["did_harm"]:
+    if not n or diverged["low"] or diverged["clean"]:
         return found
-    found["share"] = float(repaired.mean() / harms.mean())
-    if n > 1:
-        picks = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
-        cost, saved = harms[picks].mean(axis=1), repaired[picks].mean(axis=1)
-        known = cost > 0
-        found["interval"] = [float(v) for v in np.quantile(saved[known] / cost[known], (0.025, 0.975))]
-        found["resamples_without_harm"] = float(1 - known.mean())
+    harms = losses["low"] - losses["clean"]
+    found["mean_harm"] = float(harms.mean())
+    found["harm_interval"] = _interval_of_mean(harms)
+    if found["harm_interval"] is not None:
+        found["did_harm"] = found["harm_interval"][0] > 0
+    if found["did_harm"] and not diverged["arm"]:
+        repaired = losses["low"] - losses["arm"]
+        found["share"] = float(repaired.mean() / harms.mean())
+        found["interval"] = _interval_of_ratio(repaired, harms)
     return found
 
 
-def _is_harm(harms: NDArray[np.float64]) -> bool:
-    error = float(harms.std(ddof=1)) / math.sqrt(len(harms)) if len(harms) > 1 else 0.0
-    return bool(harms.mean() > 2 * error)
+def difference(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
+    """The mean of a - b over paired seeds, with its 95% interval by Student's t.
+
+    Args:
+        a: By seed; NaN where the run diverged.
+        b: By seed.
+
+    Returns: mean and interval (None where a seed of either diverged, the interval also with one seed), num_seeds, and
+        num_diverged: in how many seeds either did.
+
+    Example:
+        >>> found = difference([2.0, 2.2, 2.1], [1.0, 1.1, 1.0])
+        >>> round(found["mean"], 3), [round(end, 2) for end in found["interval"]]
+        (1.067, [0.92, 1.21])
+    """
+    differences = np.array(a, dtype=np.float64) - np.array(b, dtype=np.float64)
+    num_diverged = int((~np.isfinite(differences)).sum())
+    known = bool(len(differences)) and not num_diverged
+    return {
+        "mean": float(differences.mean()) if known else None,
+        "interval": _interval_of_mean(differences) if known else None,
+        "num_seeds": len(differences),
+        "num_diverged": num_diverged,
+    }
+
+
+def _named(
+    low: Sequence[float], clean: Sequence[float], arm: Sequence[float]
+) -> tuple[tuple[str, Sequence[float]], ...]:
+    return (("low", low), ("clean", clean), ("arm", arm))
+
+
+def _t95(num_free: int) -> float:
+    """The 97.5% quantile of Student's t; between the rows of the table, that of the fewer degrees, which is wider.
+
+    Example:
+        >>> _t95(1), _t95(2), _t95(35), _t95(10**6)
+        (12.706, 4.303, 2.042, 1.98)
+    """
+    return _T95[max(free for free in _T95 if free <= num_free)]
+
+
+def _interval_of_mean(values: NDArray[np.float64]) -> list[float] | None:
+    n = len(values)
+    if n < 2:
+        return None
+    reach = _t95(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
+    return [float(values.mean()) - reach, float(values.mean()) + reach]
+
+
+def _interval_of_ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> list[float] | None:
+    """Fieller's for mean(above) / mean(below): the ratios r for which mean(above - r below) may be 0.
+
+    None where it has no ends, which is where 0 lies in the interval of the mean below.
+    """
+    n = len(above)
+    if n < 2:
+        return None
+    covariance = np.cov(above, below) * _t95(n - 1) ** 2 / n
+    y, x = float(above.mean()), float(below.mean())
+    a, b, c = x * x - covariance[1, 1], x * y - covariance[0, 1], y * y - covariance[0, 0]
+    if a <= 0:
+        return None
+    # The ratio itself solves it, so that what lies under the root is below 0 by rounding alone.
+    reach = math.sqrt(max(0.0, b * b - a * c))
+    return [float((b - reach) / a), float((b + reach) / a)]
 
 
 def over_seeds(values: Iterable[float | None]) -> dict[str, Any]:
-    """Mean and standard deviation of those that are there and finite, and how many they are.
+    """Mean and standard deviation of those that are there and finite, how many they are, and of how many.
 
     Example:
-        >>> over_seeds([1.0, None, 3.0])["mean"], over_seeds([1.0])["sd"], over_seeds([])
-        (2.0, None, {'mean': None, 'sd': None, 'n': 0})
+        >>> over_seeds([1.0, None, 3.0])["mean"], over_seeds([1.0])["sd"], over_seeds([None])
+        (2.0, None, {'mean': None, 'sd': None, 'n': 0, 'of': 1})
     """
-    there = [float(value) for value in values if value is not None and math.isfinite(value)]
+    all_of_them = list(values)
+    there = [float(value) for value in all_of_them if value is not None and math.isfinite(value)]
     return {
         "mean": statistics.fmean(there) if there else None,
         "sd": statistics.stdev(there) if len(there) > 1 else None,
         "n": len(there),
+        "of": len(all_of_them),
     }
 
 

@@ -16,6 +16,7 @@ from trimtab.experiments.arms import TrainingPlan, build_model, train_arm
 from trimtab.experiments.faults.models import WatchedPlan, make_model
 from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
 from trimtab.precision import find_units
+from trimtab.precision.recipe import QuantizerObserver
 
 __all__ = ["earlier_and_later", "model_maker", "pretrain_base", "switchable_units"]
 
@@ -77,8 +78,10 @@ def pretrain_base(plan: TrainingPlan, corpus: Corpus, path: Path) -> float:
     return trained.val_loss
 
 
-def switchable_units(model: nn.Module, recipe: Any) -> tuple[str, ...]:
-    """Names of the units of ``model`` that the recipe can switch, from the input to the loss.
+def switchable_units(model: nn.Module, recipe: Any) -> tuple[tuple[str, ...], bool]:
+    """Names of the units of ``model`` that the recipe can switch, and whether it can observe its quantizers.
+
+    Returns: The names, from the input to the loss; and whether it can.
 
     Raises: ConfigError: when it can switch none.
     """
@@ -87,7 +90,7 @@ def switchable_units(model: nn.Module, recipe: Any) -> tuple[str, ...]:
         warnings.simplefilter("ignore")
         conversion = recipe.convert(model, find_units(model, grouping=getattr(recipe, "unit", "projection")))
     conversion.undo()
-    return tuple(unit.name for unit in conversion.units)
+    return tuple(unit.name for unit in conversion.units), isinstance(conversion, QuantizerObserver)
 
 
 def _sizes(plan: TrainingPlan) -> WatchedPlan:

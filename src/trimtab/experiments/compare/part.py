@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import functools
 import json
 import math
 import shutil
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from trimtab._version import __version__
 from trimtab.control import Decision
 from trimtab.control.theory import capture, oracle_set
 from trimtab.errors import TrimtabWarning
@@ -35,11 +33,14 @@ from trimtab.experiments.compare.measures import (
     trigger_rate,
 )
 from trimtab.experiments.compare.models import earlier_and_later, model_maker, pretrain_base, switchable_units
+from trimtab.experiments.compare.signals import first_scored_step, signals_of
 from trimtab.experiments.console import single_thread
 from trimtab.experiments.faults.run import corpus_digest
 from trimtab.experiments.recipes import make_recipe
 from trimtab.experiments.settings import write_whole
+from trimtab.experiments.source import source_digest, source_of
 from trimtab.experiments.text import Corpus
+from trimtab.experiments.versions import package_versions
 from trimtab.guard import Guard
 from trimtab.precision.recovery_gap import measure_recovery_gaps
 
@@ -91,9 +92,11 @@ def run_part(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
     record = record_of(part, folder)
     # What an unfinished start has left would be rows of another run.
     shutil.rmtree(record, ignore_errors=True)
+    began = time.perf_counter()
     with single_thread(), _heard() as said:
         figures = _train_base(part, corpus, folder) if part.arm == BASE else _train(part, corpus, folder)
     figures["warnings"] = list(dict.fromkeys(said))
+    figures |= {"seconds": time.perf_counter() - began, "source": _source()}
     path = _part_path(part, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, {"identity": identity, "figures": figures})
@@ -107,23 +110,22 @@ def record_of(part: Part, folder: Path) -> Path:
 
 
 def _train_base(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
-    loss = pretrain_base(part.comparison.plan_of(part.seed), corpus, _base_path(part, folder))
-    return {"val_loss": loss, "seconds": time.perf_counter() - began}
+    return {"val_loss": pretrain_base(part.comparison.plan_of(part.seed), corpus, _base_path(part, folder))}
 
 
 def _train(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
     comparison, arm = part.comparison, read_arm(part.arm)
     plan = comparison.plan_of(part.seed)
     make_model = model_maker(comparison.model, plan, corpus, _base_path(part, folder))
     # Before the model that is trained: where the faults fall is the same for every arm.
     recipe: Any = make_recipe(comparison.recipe, **comparison.recipe_settings)
-    units = switchable_units(make_model(), recipe)
+    units, can_observe = switchable_units(make_model(), recipe)
     planned = plan_faults(comparison, units, part.seed) if arm.kind.has_faults else PlannedFaults()
     policy = comparison.policy(arm, part.seed, units=units, counts=_counts(part, arm, folder))
     watch = _Watch(comparison, arm, planned, arm.budget(comparison.max_active, len(units)))
     model = make_model()
+    # The untreated run under faults is the one that all signals are read off.
+    is_measured = arm.name == "static-low" and bool(planned.windows)
     trained = train_arm(
         model,
         recipe if arm.kind.is_quantized else None,
@@ -133,6 +135,7 @@ def _train(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
         faults=planned.faults,
         record=record_of(part, folder),
         recovers_always=arm.kind.route == "all",
+        quantizer_stats=True if is_measured and can_observe else None,
         before_step=watch.before_step if arm.kind.is_quantized and comparison.gaps_every else None,
         on_decision=watch.on_decision,
     )
@@ -140,9 +143,9 @@ def _train(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
         "title": arm.title,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "num_units": len(units),
-        **_cost_and_loss(trained, corpus),
-        **watch.figures(trained, policy),
-        "seconds": time.perf_counter() - began,
+        **_cost_and_loss(trained, corpus, on_cpu=next(model.parameters()).device.type == "cpu"),
+        **watch.figures(trained),
+        "signals": signals_of(comparison, record_of(part, folder), planned.windows, units) if is_measured else {},
         "train_losses": trained.losses,
         "active_counts": trained.active_counts,
         "routed_counts": trained.routed[1:].sum(axis=1).tolist(),
@@ -192,20 +195,20 @@ class _Watch:
         for name, rows in self._rows.items():
             rows.append(np.array(getattr(decision, name)))
 
-    def figures(self, trained: Trained, policy: Any) -> dict[str, Any]:
+    def figures(self, trained: Trained) -> dict[str, Any]:
         """What the decisions amount to. A model that is not quantized has none."""
         routed = trained.routed[1:][:, list(trained.recoverable)]
         if not self.arm.kind.is_quantized:
             return dict.fromkeys(_OF_DECISIONS)
         names = [name for name, can in zip(trained.units, trained.recoverable, strict=True) if can]
         gnmr, risk, reason = (np.array(rows) for rows in self._rows.values())
-        scores = getattr(policy, "scores", policy)
         num_steps, windows = len(routed), self.planned.windows
         caught, latencies = catches(windows, trained.routed, trained.units, num_steps)
+        first_step = first_scored_step(self.comparison)
+        found = detection(risk[:, list(trained.recoverable)], windows, names, first_step=first_step)
+        # What a step's gradient shows can recover the next step at the earliest.
         faulty = fault_steps(windows, names, num_steps, after=1)
-        found = detection(
-            risk, windows, trained.units, act_from_step=scores.act_from_step, window_steps=scores.window_steps
-        )
+        faulty[:first_step] = False
         reasons = reason_counts(reason) if reason.dtype != object else {}
         return {
             "budget": self.budget,
@@ -251,6 +254,7 @@ _OF_DECISIONS = (
     "mean_latency_steps",
     "faulty_recovered_share",
     "recall",
+    "event_recall",
     "precision",
     "faulty_unit_steps",
     "faulty_and_flagged",
@@ -261,16 +265,20 @@ _OF_DECISIONS = (
 )
 
 
-def _cost_and_loss(trained: Trained, corpus: Corpus) -> dict[str, Any]:
+def _cost_and_loss(trained: Trained, corpus: Corpus, on_cpu: bool) -> dict[str, Any]:
+    diverged = not math.isfinite(trained.val_loss)
+    wall = trained.median_step_seconds
     return {
         "val_loss": trained.val_loss,
         "val_nats_per_byte": trained.val_loss / corpus.bytes_per_token,
         "bytes_per_token": corpus.bytes_per_token,
-        "val_perplexity": math.exp(min(trained.val_loss, 700.0)),
+        "val_perplexity": math.nan if diverged else math.exp(min(trained.val_loss, 700.0)),
         "final_train_loss": trained.final_train_loss,
         "projection_saved_bytes": trained.projection_saved_bytes,
         "model_saved_bytes": trained.model_saved_bytes,
-        "step_seconds": trained.median_step_seconds,
+        # A processor knows nothing of what another device does for it.
+        "step_seconds": trained.median_processor_seconds if on_cpu else wall,
+        "wall_step_seconds": wall,
     }
 
 
@@ -310,11 +318,14 @@ def _finished(part: Part, identity: Mapping[str, Any], folder: Path) -> dict[str
 
 def _identity(part: Part, corpus: Corpus) -> dict[str, Any]:
     """All that the figures of a part depend on; JSON-able."""
-    packages = ("transformers", "peft") if part.comparison.model == "lora" else ("transformers",)
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    versions |= {"trimtab": __version__, "torch": torch.__version__}
-    text = {"text_sha256": corpus_digest(corpus)}
-    return {**part.comparison.identity(), "arm": part.arm, "seed": part.seed, **text, "versions": versions}
+    digests = {"text_sha256": corpus_digest(corpus), "source_sha256": source_digest()}
+    part_of = {"arm": part.arm, "seed": part.seed, "versions": package_versions()}
+    return {**part.comparison.identity(), **part_of, **digests}
+
+
+@functools.cache
+def _source() -> dict[str, Any]:
+    return source_of()
 
 
 def _part_path(part: Part, folder: Path) -> Path:

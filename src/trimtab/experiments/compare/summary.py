@@ -13,7 +13,7 @@ from trimtab.experiments.compare.measures import mean_of_lines, over_seeds, repa
 
 __all__ = ["FIGURES", "TIMES", "summarise"]
 
-TIMES = ("step_seconds", "step_time_ratio", "seconds")
+TIMES = ("step_seconds", "wall_step_seconds", "step_time_ratio", "seconds", "worker_seconds")
 """Figures that are not the same in a repeated run."""
 
 FIGURES = (
@@ -34,16 +34,19 @@ FIGURES = (
     "mean_latency_steps",
     "faulty_recovered_share",
     "recall",
+    "event_recall",
     "precision",
     "capture",
     "projection_saved_bytes",
     "model_saved_bytes",
     "step_seconds",
+    "wall_step_seconds",
     "step_time_ratio",
     "seconds",
 )
 """Those that have a mean, a standard deviation and a number of seeds."""
 
+_OF_SIGNALS = ("recall", "event_recall", "precision", "flagged_unit_steps", "faulty_unit_steps")
 _SERIES = ("train_losses", "active_counts", "routed_counts")
 _LOW, _CLEAN, _PLAIN = "static-low", "static-low-clean", "unquantized-clean"
 
@@ -59,8 +62,8 @@ def summarise(
         parts: The figures of each arm and seed.
     """
     seeds = comparison.seeds
-    rows = {text: [_row(parts, text, seed) for seed in seeds] for text in comparison.arms}
-    harm = _harm(rows)
+    rows = {text: [_row(comparison, parts, text, seed) for seed in seeds] for text in comparison.arms}
+    harm = _harm(comparison, rows)
     arms = {text: _arm(comparison, text, rows, seeds) for text in comparison.arms}
     first = parts[comparison.arms[0], seeds[0]]
     return {
@@ -85,20 +88,24 @@ def summarise(
         "notes": _notes(comparison, harm),
         "warnings": _warnings(parts),
         "harm": harm,
+        "signals": _signals(rows),
         "arms": arms,
         "faults_by_seed": {str(seed): _faults(comparison, parts, seed) for seed in seeds},
     }
 
 
-def _row(parts: Mapping[tuple[str, int], Mapping[str, Any]], text: str, seed: int) -> dict[str, Any]:
+def _row(
+    comparison: Comparison, parts: Mapping[tuple[str, int], Mapping[str, Any]], text: str, seed: int
+) -> dict[str, Any]:
     """The figures of an arm and seed, with those that take another arm of the same seed."""
     row = dict(parts[text, seed])
-    low, clean, plain = (parts.get((other, seed)) for other in (_LOW, _CLEAN, _PLAIN))
+    low, plain = (parts.get((other, seed)) for other in (_LOW, _PLAIN))
     row["loss_over_static_low"] = _difference(row["val_loss"], None if low is None else low["val_loss"])
     row["repaired_share"] = None
+    between = _harmed_and_reference(comparison)
     # Of a loss that is no number, nothing is known.
-    if _is_repairable(text) and low is not None and clean is not None:
-        losses = [low["val_loss"], clean["val_loss"], row["val_loss"]]
+    if between is not None and _is_repairable(comparison, text):
+        losses = [*(parts[other, seed]["val_loss"] for other in between), row["val_loss"]]
         row["repaired_share"] = None if None in losses else repaired_share(*losses)
     row["step_time_ratio"] = None
     if plain is not None and row["step_seconds"] is not None and plain["step_seconds"]:
@@ -110,10 +117,10 @@ def _arm(
     comparison: Comparison, text: str, rows: Mapping[str, list[dict[str, Any]]], seeds: Sequence[int]
 ) -> dict[str, Any]:
     arm, own = read_arm(text), rows[text]
-    found = None
-    if _is_repairable(text) and _LOW in rows and _CLEAN in rows:
-        found = repair(*([_number(row["val_loss"]) for row in rows[name]] for name in (_LOW, _CLEAN, text)))
-        # A seed on which the faults did nothing would else count as if they had where none has.
+    found, between = None, _harmed_and_reference(comparison)
+    if between is not None and _is_repairable(comparison, text):
+        found = repair(*(_losses(rows[name]) for name in (*between, text)))
+        # Without harm, or with one seed, a share may be of next to nothing.
         if not found["did_harm"]:
             for row in own:
                 row["repaired_share"] = None
@@ -134,7 +141,7 @@ def _arm(
             str(seed): {
                 key: value
                 for key, value in row.items()
-                if key not in (*_SERIES, "faults", "title", "warnings", "bytes_per_token")
+                if key not in (*_SERIES, "faults", "title", "warnings", "bytes_per_token", "signals", "source")
             }
             for seed, row in zip(seeds, own, strict=True)
         },
@@ -145,23 +152,78 @@ def _arm(
     }
 
 
-def _harm(rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """What the faults cost the low-cost path; None where no arm tells."""
-    if _LOW not in rows or _CLEAN not in rows:
+def _harmed_and_reference(comparison: Comparison) -> tuple[str, str] | None:
+    """The two arms whose losses say what the harm is; None where no two do.
+
+    Of injected faults it is what they cost the low-cost path. Where none are injected it is the low-cost path's own:
+    over the unquantized model on the same weights and data.
+    """
+    arms = comparison.arms
+    if comparison.faults != "none":
+        return (_LOW, _CLEAN) if _LOW in arms and _CLEAN in arms else None
+    low = next((arm for arm in (_LOW, _CLEAN) if arm in arms), None)
+    reference = next((arm for arm in (_PLAIN, _CLEAN) if arm in arms and arm != low), None)
+    return None if low is None or reference is None else (low, reference)
+
+
+def _is_repairable(comparison: Comparison, text: str) -> bool:
+    """Whether the arm suffers what the low-cost path does, and is not that path itself."""
+    kind = read_arm(text).kind
+    if comparison.faults == "none":
+        return kind.is_quantized and text not in (_LOW, _CLEAN)
+    return kind.has_faults and text != _LOW
+
+
+def _harm(comparison: Comparison, rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """What the low-cost path lost; None where no arm tells."""
+    between = _harmed_and_reference(comparison)
+    if between is None:
         return None
-    low, clean = ([_number(row["val_loss"]) for row in rows[name]] for name in (_LOW, _CLEAN))
+    low, clean = (_losses(rows[name]) for name in between)
     found = repair(low, clean, low)
-    return {name: found[name] for name in ("mean_harm", "did_harm", "num_seeds")}
+    diverged = {name: found["num_diverged"][name] for name in ("low", "clean")}
+    told = {name: found[name] for name in ("mean_harm", "harm_interval", "did_harm", "num_seeds")}
+    return {**told, "num_diverged": diverged, "low": between[0], "reference": between[1]}
+
+
+def _signals(rows: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What each signal saw of the faults in the untreated runs, over the seeds; empty without such runs."""
+    runs = [row["signals"] for row in rows.get(_LOW, ())]
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {
+        name: {figure: over_seeds(run.get(name, {}).get(figure) for run in runs) for figure in _OF_SIGNALS}
+        for name in names
+    }
+
+
+def _harm_note(harm: Mapping[str, Any], is_injected: bool) -> str | None:
+    """What is to be said where no share is told of any arm."""
+    low, clean = harm["num_diverged"]["low"], harm["num_diverged"]["clean"]
+    if low or clean:
+        title, reference = (read_arm(harm[name]).title for name in ("low", "reference"))
+        return (
+            f"Of {harm['num_seeds']} seeds, {low} diverged in the arm {title!r} and {clean} in {reference!r}: how much "
+            "harm was done cannot be put into a number, and nothing is said of repair."
+        )
+    if harm["did_harm"] is None:
+        return "With one seed nothing tells harm from chance: no repaired share is told."
+    if not harm["did_harm"]:
+        cost = "the faults cost the low-cost path" if is_injected else "the low-cost path costs"
+        return f"No harm to repair: the 95% interval of what {cost} reaches down to 0."
+    return None
 
 
 def _notes(comparison: Comparison, harm: Mapping[str, Any] | None) -> list[str]:
     notes = []
     if comparison.faults == "none":
         notes.append("No faults are injected.")
+        if harm is not None and harm["reference"] == _PLAIN:
+            notes.append("Repaired is of what the low-cost path itself costs, over the unquantized model.")
     else:
         notes.append(f"This is fault injection: {FAULT_KINDS[comparison.faults]}. They are the same for every arm.")
-    if harm is not None and not harm["did_harm"] and comparison.faults != "none":
-        notes.append("No harm to repair: the faults cost the low-cost path no more than twice its standard error.")
+    said = None if harm is None else _harm_note(harm, comparison.faults != "none")
+    if said is not None:
+        notes.append(said)
     notes.append(
         f"The model is {MODELS[comparison.model]}; validation is measured with plain layers, without any guard."
     )
@@ -193,14 +255,10 @@ def _warnings(parts: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, i
     return counts
 
 
-def _is_repairable(text: str) -> bool:
-    return read_arm(text).kind.has_faults and text != _LOW
-
-
 def _difference(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
 
 
-def _number(value: float | None) -> float:
-    """A loss that is none is written as null."""
-    return float("nan") if value is None else value
+def _losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Of each seed; a loss that is no number is written as null."""
+    return [float("nan") if row["val_loss"] is None else row["val_loss"] for row in rows]

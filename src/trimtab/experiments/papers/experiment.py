@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,13 +17,13 @@ from trimtab.experiments.papers.deepseek import DEEPSEEK
 from trimtab.experiments.papers.layout import Experiment, Scenario
 from trimtab.experiments.papers.lora import LORA
 from trimtab.experiments.papers.moe import MOE
-from trimtab.experiments.papers.page import scenario_lines
-from trimtab.experiments.papers.source import source_of, source_text
+from trimtab.experiments.papers.page import scenario_lines, sources_text
 from trimtab.experiments.papers.tables import make_table, markdown_table, rich_tables
 from trimtab.experiments.settings import prepare_folder, write_whole
+from trimtab.experiments.source import source_of
 from trimtab.experiments.versions import package_versions
 
-__all__ = ["EXPERIMENTS", "run_paper_experiment"]
+__all__ = ["EXPERIMENTS", "command_of", "run_paper_experiment"]
 
 EXPERIMENTS: Mapping[str, Experiment] = {one.name: one for one in (ACTIVATIONS, DEEPSEEK, LORA, MOE)}
 """Every experiment by its name on the command line."""
@@ -67,7 +68,8 @@ def run_paper_experiment(
     source = source_of()
     console.print(
         f"[bold]trimtab experiment {experiment.name}[/bold]: {len(scenarios)} scenarios, "
-        f"{sum(len(one.comparison.arms) for one in scenarios)} arms, {len(settings.all_seeds)} seeds.",
+        f"{sum(len(one.comparison.arms) for one in scenarios)} arms, {len(settings.all_seeds)} seeds.\n"
+        f"{command_of(settings)}",
         highlight=False,
     )
     found: dict[str, dict[str, Any]] = {}
@@ -86,20 +88,43 @@ def run_paper_experiment(
     whole = {
         "experiment": experiment.name,
         "title": experiment.title,
+        "command": command_of(settings),
         "seeds": list(settings.all_seeds),
         "steps": settings.steps,
+        "only": list(settings.only),
         "data": [str(path) for path in settings.data] or "sotu",
         "notes": list(experiment.notes),
         "comparisons": found,
         "tables": tables,
         "source": source,
         "versions": package_versions(),
+        "worker_seconds": sum(one.get("worker_seconds") or 0.0 for one in found.values()),
         "seconds": time.perf_counter() - began,
     }
     write_whole(summary_path, whole)
     (settings.folder / "table.md").write_text(_document(whole), encoding="utf-8")
     _report(whole, settings, console)
     return whole
+
+
+def command_of(settings: PapersSettings) -> str:
+    """The command whose figures are these, wherever they were written to and in however many processes.
+
+    Example:
+        >>> from trimtab.experiments.paper_settings import MoeSettings
+        >>> command_of(MoeSettings(first_seed=5, only=("natural-e3m2",), data=("a text.txt",)))
+        "trimtab experiment moe --seeds 3 --first-seed 5 --only natural-e3m2 --data 'a text.txt'"
+    """
+    words = ["trimtab", "experiment", settings.name, "--seeds", str(len(settings.all_seeds))]
+    words += ["--first-seed", str(settings.first_seed)] if settings.first_seed else []
+    words += ["--steps", str(settings.steps)] if settings.steps is not None else []
+    words += ["--preset", settings.preset] if settings.preset is not None else []
+    words += ["--model", str(settings.model)] if settings.model is not None else []
+    words += ["--tokenizer", settings.tokenizer] if settings.tokenizer != "bytes" else []
+    words += ["--batch", str(settings.batch)] if settings.batch is not None else []
+    words += ["--only", *settings.only] if settings.only else []
+    words += ["--data", *map(str, settings.data)] if settings.data else []
+    return shlex.join(words)
 
 
 def _chosen(experiment: Experiment, settings: PapersSettings) -> Sequence[Scenario]:
@@ -128,7 +153,7 @@ def _about(scenario: Scenario) -> dict[str, Any]:
 
 def _document(summary: Mapping[str, Any]) -> str:
     """The tables, and what they say, in Markdown."""
-    parts = [f"# {summary['title']}", f"source: {source_text(summary['source'])}"]
+    parts = [f"# {summary['title']}", f"`{summary['command']}`, source: {sources_text(summary)}"]
     parts += [markdown_table(table) for table in summary["tables"]]
     parts.append("## What the figures say")
     for name, comparison in summary["comparisons"].items():

@@ -17,7 +17,8 @@ Regime = Literal["natural", "injected"]
 """Whether what the low-cost path does is all there is, or faults are injected besides."""
 
 Cell = Mapping[str, Any] | float | None
-"""A number; mean, sd and n over seeds; share and interval; low and high of a published range; None for a dash."""
+"""A number; mean, sd, n and of over seeds; share, interval and how many diverged; low and high of a published range;
+None for a dash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +74,14 @@ _ALL = (
     Column(key="full_share", title="budget full", kind="percent"),
     Column(key="switches", title="switches", kind="count"),
     Column(key="repaired", title="repaired", kind="share"),
-    Column(key="recall", title="recall", kind="percent"),
-    Column(key="precision", title="precision", kind="percent"),
-    Column(key="step_seconds", title="s/step", kind="seconds"),
-    Column(key="time_over_low", title="x low-cost", kind="times"),
+    Column(key="step_seconds", title="CPU s/step", kind="seconds"),
+    Column(key="wall_step_seconds", title="wall s/step", kind="seconds"),
+    Column(key="time_over_low", title="CPU x low-cost", kind="times"),
     Column(key="projection_saved_bytes", title="kept", kind="bytes"),
     Column(key="paper_perplexity", title="paper: perplexity", kind="perplexity"),
     Column(key="paper_over_unquantized", title="paper: x unquantized", kind="times"),
     Column(key="paper_trigger_rate", title="paper: triggers", kind="fine_percent"),
-    Column(key="paper_promotion_ratio", title="paper: promotions", kind="ratio"),
+    Column(key="paper_promotion_ratio", title="paper: promotions (definition not known)", kind="ratio"),
 )
 COLUMNS: Mapping[str, Column] = {column.key: column for column in _ALL}
 """Every column by its key."""

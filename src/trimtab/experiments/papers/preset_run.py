@@ -19,15 +19,23 @@ import numpy as np
 from rich.console import Console
 
 from trimtab.control import MatchedRandom, PolicyLike, preset
+from trimtab.control.policy import budget_in_units
 from trimtab.errors import ConfigError, MissingExtraError
-from trimtab.experiments.compare.measures import over_seeds, switches, trigger_rate
+from trimtab.experiments.compare.measures import full_share, over_seeds, switches, trigger_rate
 from trimtab.experiments.paper_settings import PapersSettings
 from trimtab.experiments.papers.layout import Layout, Row
-from trimtab.experiments.papers.published import GNMR_4BIT, PUBLISHED_NOTE, STATIC_4BIT, STATIC_8BIT, UNQUANTIZED
-from trimtab.experiments.papers.source import source_of, source_text
+from trimtab.experiments.papers.published import (
+    GNMR_4BIT,
+    PUBLISHED_COLUMNS,
+    PUBLISHED_NOTE,
+    STATIC_4BIT,
+    STATIC_8BIT,
+    UNQUANTIZED,
+)
 from trimtab.experiments.papers.tables import make_table, markdown_table, rich_tables
 from trimtab.experiments.presets import RunPreset, run_preset
 from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
+from trimtab.experiments.source import source_of, source_text
 from trimtab.experiments.versions import package_versions
 from trimtab.trace import open_run
 
@@ -35,7 +43,16 @@ __all__ = ["PresetArm", "arms_of", "run_preset_arms", "scaled"]
 
 _COLUMNS = (
     *("val_nats_per_byte", "val_perplexity", "over_unquantized", "trigger_rate", "promotion_ratio", "recovered_share"),
-    *("step_seconds", "paper_perplexity", "paper_over_unquantized", "paper_trigger_rate", "paper_promotion_ratio"),
+    *("full_share", "wall_step_seconds"),
+)
+_LEFT_OUT = (
+    "Left out here: the two-stage policy where the preset's is another, other budgets, ADAPT-style and fixed sets, "
+    "channel errors, and random recovery beside any arm but the one named gnmr. x unquantized is of a token of the "
+    "tokenizer named, and the wall time of a step holds whatever else the device did."
+)
+_WARM_UP = (
+    " The high-fidelity warm-up of {share:.0%} of the steps is in the arms gnmr and random alone: static-low has none, "
+    "so that what they gain over it is of the policy and the warm-up together."
 )
 
 
@@ -162,19 +179,24 @@ def run_preset_arms(settings: PapersSettings, console: Console, known: RunPreset
         "seeds": list(settings.all_seeds),
         "steps": known.steps,
         "run": _plain(known),
+        "tokenizer": settings.tokenizer,
+        "faults": "none",
         "data": [str(path) for path in settings.data],
-        "arms": {arm.name: _over_seeds(arm, figures[arm.name]) for arm in arms},
+        "arms": {arm.name: _over_seeds(arm, settings.all_seeds, figures[arm.name]) for arm in arms},
         "source": source,
         "versions": package_versions(),
         "seconds": time.perf_counter() - began,
     }
-    summary["tables"] = [make_table(_layout(known, arms), {known.name: summary})]
+    layouts = _layouts(known, arms, settings.tokenizer)
+    summary["tables"] = [table for one in layouts if (table := make_table(one, {known.name: summary})) is not None]
     if is_first:
         write_whole(folder / "summary.json", summary)
-        parts = [f"# {summary['title']}", f"source: {source_text(source)}", markdown_table(summary["tables"][0])]
+        parts = [f"# {summary['title']}", f"source: {source_text(source)}", *map(markdown_table, summary["tables"])]
         (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        for shown in rich_tables(summary["tables"][0], console.width):
-            console.print(shown)
+        for table in summary["tables"]:
+            for shown in rich_tables(table, console.width):
+                console.print(shown)
+            console.print(f"{table['note']}\n", highlight=False, markup=False)
         console.print(f"Tables: {folder / 'table.md'}   Figures: {folder / 'summary.json'}", highlight=False)
     return summary
 
@@ -253,7 +275,7 @@ def _train(arm: PresetArm, train: TrainSettings, known: RunPreset, folder: Path)
             identity=identity,
         )
     losses = {key: finished[key] for key in ("val_loss", "val_perplexity", "val_nats_per_byte")}
-    return losses | _of_record(train.out, num_by_hand)
+    return losses | _of_record(train, num_by_hand)
 
 
 def _finished(train: TrainSettings, identity: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -271,36 +293,55 @@ def _finished(train: TrainSettings, identity: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _of_record(folder: Path, num_by_hand: int) -> dict[str, float | None]:
+def _of_record(train: TrainSettings, num_by_hand: int) -> dict[str, float | None]:
     """What the run record says: how much was recovered, triggered and promoted, and how long a step took."""
-    with open_run(folder) as run:
+    with open_run(train.out) as run:
         table = run.steps()
         can = np.array([unit.recoverable for unit in run.unit_table], dtype=np.bool_)
     times = np.diff(table.elapsed_s)[table.segment[1:] == table.segment[:-1]]
-    found: dict[str, float | None] = {"step_seconds": float(np.median(times)) if len(times) else None}
+    found: dict[str, float | None] = {"wall_step_seconds": float(np.median(times)) if len(times) else None}
     if not can.any() or not len(table):
-        return found | dict.fromkeys(("recovered_share", "trigger_rate", "promotion_ratio"))
+        return found | dict.fromkeys(("recovered_share", "trigger_rate", "promotion_ratio", "full_share"))
     # A row's set is that of the step after it.
     routed = np.vstack([np.zeros_like(table.active[:1]), table.active[:-1]])[:, can]
     routed[:num_by_hand] = True
+    budget = _budget(train, int(can.sum()))
     gnmr, risk = (values[:, can].astype(np.float64) for values in (table.gnmr, table.risk))
     return found | {
         "recovered_share": float(routed.mean()),
         "trigger_rate": trigger_rate(gnmr, risk),
         "promotion_ratio": switches(routed) / routed.size,
+        # By hand there is no budget.
+        "full_share": None if num_by_hand >= len(routed) else full_share(routed[num_by_hand:], budget),
     }
 
 
-def _over_seeds(arm: PresetArm, figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _budget(train: TrainSettings, num_units: int) -> int:
+    policy = preset(train.preset, total_steps=train.steps)
+    return budget_in_units(policy.max_active if train.max_active is None else train.max_active, num_units)
+
+
+def _over_seeds(arm: PresetArm, seeds: Sequence[int], figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     keys = dict.fromkeys(key for one in figures for key in one)
-    return {"title": arm.title, **{key: over_seeds(one.get(key) for one in figures) for key in keys}}
+    by_seed = {str(seed): dict(one) for seed, one in zip(seeds, figures, strict=True)}
+    return {
+        "title": arm.title,
+        **{key: over_seeds(one.get(key) for one in figures) for key in keys},
+        "by_seed": by_seed,
+    }
 
 
-def _layout(known: RunPreset, arms: Sequence[PresetArm]) -> Layout:
+def _layouts(known: RunPreset, arms: Sequence[PresetArm], tokenizer: str) -> list[Layout]:
+    """Ours, and what the paper reports where it is known."""
     rows = [Row(scenario=known.name, arm=arm.name, title=arm.title, published=arm.published) for arm in arms]
-    note = (
-        PUBLISHED_NOTE
-        if any(arm.published for arm in arms)
-        else "The paper's figures for this run are not known to us."
-    )
-    return Layout(title=f"{known.name}: quality and triggers", columns=_COLUMNS, rows=tuple(rows), note=note)
+    note = f"{_LEFT_OUT} Tokenizer: {tokenizer}."
+    if known.high_fidelity_share:
+        note += _WARM_UP.format(share=known.high_fidelity_share)
+    published = [row for row in rows if row.published]
+    if not published:
+        note += " The paper's figures for this run are not known to us."
+    layouts = [Layout(title=f"{known.name}: quality and triggers", columns=_COLUMNS, rows=tuple(rows), note=note)]
+    if published:
+        title = "What the paper reports, by its own tokenizer"
+        layouts.append(Layout(title=title, columns=PUBLISHED_COLUMNS, rows=tuple(published), note=PUBLISHED_NOTE))
+    return layouts

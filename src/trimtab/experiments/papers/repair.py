@@ -11,9 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.experiments.compare.arms import read_arm
-from trimtab.experiments.compare.measures import repair
+from trimtab.experiments.compare.measures import difference, repair
 
-__all__ = ["CLEAN", "LOW", "UNQUANTIZED", "harm_of", "is_natural", "losses_of", "repair_of", "twin_of"]
+__all__ = [
+    "CLEAN",
+    "LOW",
+    "UNQUANTIZED",
+    "difference_of",
+    "harm_of",
+    "is_natural",
+    "losses_of",
+    "num_diverged",
+    "repair_of",
+    "twin_of",
+]
 
 LOW, CLEAN, UNQUANTIZED = "static-low", "static-low-clean", "unquantized-clean"
 """The arms that harm is measured with."""
@@ -31,6 +42,11 @@ def losses_of(comparison: Mapping[str, Any], arm: str) -> list[float]:
     return [math.nan if loss is None else loss for loss in losses]
 
 
+def num_diverged(comparison: Mapping[str, Any], arm: str) -> int:
+    """On how many seeds the arm's loss is no finite number."""
+    return sum(not math.isfinite(loss) for loss in losses_of(comparison, arm))
+
+
 def repair_of(comparison: Mapping[str, Any], arm: str) -> dict[str, Any] | None:
     """See ``trimtab.experiments.compare.measures.repair``; None where no arm says what the harm is."""
     arms = comparison["arms"]
@@ -41,7 +57,11 @@ def repair_of(comparison: Mapping[str, Any], arm: str) -> dict[str, Any] | None:
 
 
 def harm_of(comparison: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The mean harm, whether it is one, its spread and range over the seeds; None where no arm says what it is."""
+    """The mean harm, its interval, whether it is one, and its range over the seeds; None where no arm says what it is.
+
+    Returns: mean and interval; did_harm, None where one seed or a loss that is no number leaves it open; least and
+        greatest; num_seeds; num_diverged, by the arms "low" and "clean"; reference, the arm that it is over.
+    """
     reference = UNQUANTIZED if is_natural(comparison) else CLEAN
     if LOW not in comparison["arms"] or reference not in comparison["arms"]:
         return None
@@ -50,12 +70,19 @@ def harm_of(comparison: Mapping[str, Any]) -> dict[str, Any] | None:
     each = [a - b for a, b in zip(low, clean, strict=True) if math.isfinite(a - b)]
     return {
         "mean": found["mean_harm"],
+        "interval": found["harm_interval"],
         "did_harm": found["did_harm"],
-        "num_seeds": found["num_seeds"],
+        "num_seeds": len(low),
+        "num_diverged": {"low": num_diverged(comparison, LOW), "clean": num_diverged(comparison, reference)},
         "least": min(each, default=None),
         "greatest": max(each, default=None),
         "reference": reference,
     }
+
+
+def difference_of(comparison: Mapping[str, Any], arm: str, other: str) -> dict[str, Any]:
+    """By how much the loss of ``arm`` lies above that of ``other``, seed by seed; see ``measures.difference``."""
+    return difference(losses_of(comparison, arm), losses_of(comparison, other))
 
 
 def twin_of(comparison: Mapping[str, Any], arm: str) -> str | None:

@@ -9,10 +9,13 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from trimtab.experiments.compare.measures import over_seeds
 from trimtab.experiments.papers.layout import COLUMNS, Cell, Kind, Layout, Row
-from trimtab.experiments.papers.repair import LOW, UNQUANTIZED, is_natural, repair_of
+from trimtab.experiments.papers.repair import LOW, UNQUANTIZED, losses_of, repair_of
 
 __all__ = ["cell_text", "figure_of", "make_table", "markdown_grid", "markdown_table", "rich_tables"]
+
+_LOSSES = ("val_nats_per_byte", "val_perplexity")
 
 
 def make_table(layout: Layout, comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -51,25 +54,41 @@ def figure_of(comparison: Mapping[str, Any], arm: str, key: str) -> Cell:
         arm: The arm, as written.
         key: Of a column.
 
-    Returns: mean, sd and n; share and interval; or None where the arm has none.
+    Returns: mean, sd, n and of; share, interval and how many diverged; or None where the arm has none.
     """
     figures = comparison["arms"][arm]
     if key == "over_unquantized":
-        return _over(figures, comparison["arms"].get(UNQUANTIZED), "val_perplexity")
+        return _over_unquantized(comparison, arm)
     if key == "time_over_low":
         return _over(figures, comparison["arms"].get(LOW), "step_seconds")
     if key == "repaired":
-        return _share(repair_of(comparison, arm))
-    if key in ("recall", "precision") and is_natural(comparison):
-        # Without faults there is nothing to find; the engine's precision is then 0 by definition.
-        return None
+        return _share(repair_of(comparison, arm), len(comparison["seeds"]))
     found = figures.get(key)
-    return dict(found) if isinstance(found, Mapping) and found.get("mean") is not None else None
+    if not isinstance(found, Mapping):
+        return None
+    # A loss that is missing has diverged, which is a finding; any other figure that is missing does not apply.
+    return dict(found) if found.get("mean") is not None or (key in _LOSSES and found.get("of")) else None
 
 
-def _share(found: Mapping[str, Any] | None) -> Cell:
-    """Share and interval of what was repaired."""
-    return None if found is None or found["share"] is None else {key: found[key] for key in ("share", "interval")}
+def _share(found: Mapping[str, Any] | None, num_seeds: int) -> Cell:
+    """Share and interval of what was repaired, or on how many seeds a loss that it takes diverged."""
+    if found is None:
+        return None
+    diverged = max((found.get("num_diverged") or {}).values(), default=0)
+    if diverged:
+        return {"share": None, "interval": None, "diverged": diverged, "of": num_seeds}
+    return None if found["share"] is None else {key: found[key] for key in ("share", "interval")}
+
+
+def _over_unquantized(comparison: Mapping[str, Any], arm: str) -> Cell:
+    """Perplexity over the unquantized model's: of each seed's loss difference the mean, exponentiated."""
+    if UNQUANTIZED not in comparison["arms"]:
+        return None
+    pairs = zip(losses_of(comparison, arm), losses_of(comparison, UNQUANTIZED), strict=True)
+    found = over_seeds(loss - plain for loss, plain in pairs)
+    if found["mean"] is None:
+        return None
+    return {**found, "mean": math.exp(min(found["mean"], 700.0)), "sd": None}
 
 
 def _over(figures: Mapping[str, Any], other: Mapping[str, Any] | None, key: str) -> float | None:
@@ -83,13 +102,17 @@ def _jsonable(cell: Cell) -> Any:
 
 
 def cell_text(cell: Cell, kind: Kind) -> str:
-    """A cell as it is read: a mean with its spread, a range, a share with its interval.
+    """A cell as it is read: a mean with its spread, a range, a share with its interval, how many seeds are in it.
 
     Example:
         >>> cell_text({"mean": 2.0, "sd": 0.01, "n": 3}, "nats"), cell_text(None, "nats")
         ('2.0000±0.0100', '-')
         >>> cell_text({"share": 0.84, "interval": [0.6, 1.01]}, "share"), cell_text({"low": 1.0, "high": 2.0}, "times")
         ('84% (60 to 101)', '1.00-2.00')
+        >>> cell_text({"mean": 2.0, "sd": None, "n": 1, "of": 3}, "nats")
+        '2.0000 (1/3)'
+        >>> cell_text({"share": None, "interval": None, "diverged": 2, "of": 3}, "share")
+        'diverged 2/3'
     """
     if cell is None:
         return "-"
@@ -99,16 +122,18 @@ def cell_text(cell: Cell, kind: Kind) -> str:
         return f"{_number(cell['low'], kind).removesuffix('%')}-{_number(cell['high'], kind)}"
     if "share" in cell:
         if cell["share"] is None:
-            return "-"
+            return f"diverged {cell['diverged']}/{cell['of']}" if cell.get("diverged") else "-"
         text = _number(cell["share"], kind)
         low_high = cell.get("interval")
         return f"{text} ({100 * low_high[0]:.0f} to {100 * low_high[1]:.0f})" if low_high else text
     if cell["mean"] is None:
-        return "-"
+        return f"diverged {cell['of']}/{cell['of']}" if cell.get("of") and kind in ("nats", "perplexity") else "-"
     text = _number(cell["mean"], kind)
     # A share's spread would be two percent signs; its mean says enough, and the summary has both.
     has_spread = cell.get("sd") is not None and kind in ("nats", "perplexity", "count")
-    return f"{text}±{_number(cell['sd'], kind)}" if has_spread else text
+    text += f"±{_number(cell['sd'], kind)}" if has_spread else ""
+    # Fewer seeds than were run have this figure: a mean of those that did not diverge, say.
+    return f"{text} ({cell['n']}/{cell['of']})" if cell.get("of", cell["n"]) != cell["n"] else text
 
 
 def _number(value: float, kind: Kind) -> str:

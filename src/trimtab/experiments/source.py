@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import trimtab
 from trimtab._version import __version__
 
-__all__ = ["source_of", "source_text"]
+__all__ = ["source_digest", "source_of", "source_text"]
 
 
 def source_of(folder: Path | None = None) -> dict[str, Any]:
@@ -47,6 +49,28 @@ def source_text(source: dict[str, Any]) -> str:
     if not source.get("commit"):
         return f"version {source.get('version', 'unknown')}"
     return source["commit"] + (", and changes that were not committed" if source.get("modified") else "")
+
+
+@functools.cache
+def source_digest(folder: Path | None = None) -> str:
+    """A digest of every Python file of the source and its place; read once a process.
+
+    It tells whether figures came from this very code, which a version does not, and a commit only without changes.
+
+    Args:
+        folder: A folder of the source; that of this package when left out.
+
+    Example:
+        >>> source_digest() == source_digest(Path(trimtab.__file__).parent)
+        True
+    """
+    folder = Path(trimtab.__file__).parent if folder is None else folder
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(text)}\n".encode())
+        digest.update(text)
+    return digest.hexdigest()
 
 
 def _git(folder: Path, *words: str) -> str:
