@@ -15,10 +15,10 @@ from trimtab.report.page import write_report
 from trimtab.report.settings import ReportSettings
 
 WIDTH = 1100
-# What is left out of each picture, and its height.
+# What is left out of each picture, and its height. Each is drawn light and dark.
 PICTURES = {
-    "report-top.png": (".facts", 830),
-    "report-heat.png": ("header, .run > :not(.charts), .charts > :not(:has(.heat), .heat, .tools, .legend)", 610),
+    "report-top": (".facts", 830),
+    "report-heat": ("header, .run > :not(.charts), .charts > :not(:has(.heat), .heat, .tools, .legend)", 610),
 }
 
 
@@ -30,13 +30,16 @@ def main(demo: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = write_report(ReportSettings(runs=(demo / "records" / "gnmr",), out=Path(folder) / "report.html"))
         for name, (hidden, height) in PICTURES.items():
-            part = Path(folder) / name.replace(".png", ".html")
             style = f"<style>{hidden} {{ display: none !important }}</style></head>"
-            part.write_text(page.read_text(encoding="utf-8").replace("</head>", style, 1), encoding="utf-8")
-            words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
-            words += [f"--window-size={WIDTH},{height}", "--virtual-time-budget=5000", f"--screenshot={out / name}"]
-            subprocess.run([chromium, *words, part.as_uri()], check=True, capture_output=True)
-            print(out / name, (out / name).stat().st_size)
+            text = page.read_text(encoding="utf-8").replace("</head>", style, 1)
+            for theme, picture in (("light", out / f"{name}.png"), ("dark", out / f"{name}-dark.png")):
+                part = Path(folder) / f"{picture.stem}.html"
+                part.write_text(text.replace("<html ", f'<html data-theme="{theme}" ', 1), encoding="utf-8")
+                words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+                words += ["--disable-dev-shm-usage", "--virtual-time-budget=5000"]
+                words += [f"--window-size={WIDTH},{height}", f"--screenshot={picture}"]
+                subprocess.run([chromium, *words, part.as_uri()], check=True, capture_output=True)
+                print(picture, picture.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -474,7 +474,7 @@ def test_the_table_says_that_one_seed_tells_no_harm_and_the_picture_has_every_ar
 
 def test_without_plotly_a_sentence_is_said_and_nothing_fails(tmp_path, monkeypatch):
     def refuses(summary):
-        raise MissingExtraError("The picture", "plotly", "plots")
+        raise MissingExtraError("The picture", "plotly", "report")
 
     monkeypatch.setattr(compare_plot, "comparison_figure", refuses)
     written, problem = write_plot({}, tmp_path)

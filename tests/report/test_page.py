@@ -210,7 +210,7 @@ def test_a_notice_is_told_and_is_no_alarm(tmp_path):
     notice = ALARM | {"step": 2, "mechanism": "inexact attention backward", "metric": "residual", "level": "notice"}
     with RunWriter(tmp_path, config={"monitors": ["m"]}, units=[UnitRow(name="u")]) as writer:
         for step in range(1, 9):
-            writer.write_step(StepRow(step=step, norms=[1.0]))
+            writer.write_step(StepRow(step=step, norms=[1.0], readings={"m": {"value": (("",), [0.1])}}))
         writer.write_event("notice", 2, "layer_0/head_1", notice)
         ended = {"what": "ended", "monitor": "shift_residual", "metric": "residual", "alarm_step": 2}
         writer.write_event("note", 5, "", {"notice": ended})
@@ -223,6 +223,84 @@ def test_a_notice_is_told_and_is_no_alarm(tmp_path):
     assert "Diagnosis: healthy." in text
     assert "Step 2" in text
     assert "a notice, shift_residual/residual" in text
+
+
+def bar(page: str) -> tuple[str, str]:
+    """Class and text of the bar with the diagnosis."""
+    found = re.search(r'<div class="(diagnosis[ \w]*)"><p><strong>(Diagnosis: .*?)</p>', page)
+    assert found
+    return found[1], found[2].replace("</strong>", "")
+
+
+def write_quiet(folder: Path, num_steps: int, *, read: bool = True, finished: bool = True, **last: Any) -> Path:
+    """A run of a learning policy and two monitors without an alarm; ``last`` is of its last step."""
+    config = {"policy": {"max_active": 1, "act_from_step": 40}, "monitors": ["shift_residual", "attention_spectrum"]}
+    writer = RunWriter(folder, config=config, units=[UnitRow(name="u")])
+    for step in range(1, num_steps + 1):
+        values: dict[str, Any] = {"norms": [1.0], "risk": [0.0 if step <= 40 else 0.3], "loss": 2.0}
+        readings = {"shift_residual": {"coherence": (("",), [0.1])}}
+        if read:
+            readings["attention_spectrum"] = {"d2_entropy": (("",), [0.9])}
+        values |= last if step == num_steps else {}
+        writer.write_step(StepRow(step=step, readings=readings, **values))
+    writer.close(finished=finished)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "part"),
+    [
+        ({}, "diagnosis healthy", "healthy. Nothing has given alarm."),
+        ({"read": False}, "diagnosis open", "not judged. Nothing has given alarm, but the record has no reading of a"),
+        ({"read": False, "finished": False}, "diagnosis open", "not judged yet. "),
+        ({"loss": float("nan")}, "diagnosis", "none. Nothing has given alarm. Still, something is wrong: the last lo"),
+        ({"norms": [float("inf")]}, "diagnosis", "wrong: 1 gradient norm failed."),
+    ],
+)
+def test_the_bar_is_green_only_where_every_monitor_has_read_and_nothing_failed(tmp_path, case, kind, part):
+    found, text = bar(report(tmp_path, write_quiet(tmp_path / "run", 50, **case)))
+    assert found == kind
+    assert part in text
+
+
+def test_without_a_monitor_nothing_is_called_healthy(tmp_path):
+    with RunWriter(tmp_path, config={"monitors": []}, units=[UnitRow(name="u")]) as writer:
+        writer.write_step(StepRow(step=1, norms=[1.0]))
+    assert bar(report(tmp_path, tmp_path)) == (
+        "diagnosis open",
+        "Diagnosis: none. No monitor was on; nothing could give alarm.",
+    )
+
+
+def test_while_the_policy_only_learns_the_page_says_so_and_no_risk_is_told(tmp_path):
+    young = report(tmp_path, write_quiet(tmp_path / "young", 30, finished=False))
+    assert "At step 30 the policy has judged nothing yet: it only learns up to step 40" in young
+    assert "acts from step 41 on" in young
+    assert re.search(r"<td>u</td><td>0.0%</td><td>0</td><td>0</td><td></td><td></td>", young)
+    ended = report(tmp_path, write_quiet(tmp_path / "ended", 40))
+    assert "The run ended at step 40, before the policy judged anything" in ended
+    old = report(tmp_path, write_quiet(tmp_path / "old", 41))
+    assert "judged nothing" not in old
+    assert "up to step 40; norms are judged from step 41 on" in old
+    assert "<td>0.3</td><td>41</td>" in old
+    assert Elements(old).data()["learning_steps"] == 40
+
+
+def test_a_failed_norm_is_told_even_while_the_policy_only_learns(tmp_path):
+    page = report(tmp_path, write_quiet(tmp_path / "run", 30, norms=[float("nan")], risk=[float("inf")]))
+    assert "<td>1</td><td>failed</td><td>30</td>" in page
+
+
+def test_a_loss_that_was_not_given_is_told_from_one_that_is_no_number(tmp_path):
+    for name, losses in (("none", [None] * 4), ("some", [2.0, None, float("nan"), None])):
+        with RunWriter(tmp_path / name, config={}, units=[UnitRow(name="u")]) as writer:
+            for step, loss in enumerate(losses, 1):
+                writer.write_step(StepRow(step=step, norms=[1.0], loss=loss))
+    page = Elements(report(tmp_path, tmp_path))
+    none, some = page.data(0), page.data(1)
+    assert (none["loss_given"], some["loss_given"]) == (False, True)
+    assert unpacked(none["points"]["loss_given"]).tolist() == [0, 0, 0, 0]
+    assert unpacked(some["points"]["loss_given"]).tolist() == [1, 0, 1, 0]
 
 
 def test_an_alarm_of_somebody_elses_making_is_shown_and_not_diagnosed(tmp_path):
@@ -273,9 +351,18 @@ def test_gaps_and_restarts_are_said_and_leave_holes(tmp_path):
         assert part in page
     data = Elements(page).data()
     assert data["units"] == ["new", "a"]
+    assert data["gaps"] == [[3, 6], [7, 9]]
     norm = unpacked(data["cells"]["norm"])
     np.testing.assert_array_equal(norm[:, 1], [1, 2, 3, np.nan, np.nan, 6, 70, np.nan, 90])
     assert np.isnan(norm[:6, 0]).all()
+
+
+def test_of_very_many_gaps_the_longest_are_kept_in_order():
+    lengths = np.random.default_rng(0).integers(2, 90, 900)
+    gaps = page_data._gaps(np.concatenate([[1], 1 + np.cumsum(lengths)]))
+    assert len(gaps) == page_data._MOST_GAPS
+    assert list(gaps) == sorted(gaps)
+    assert min(after - before for before, after in gaps) >= np.sort(lengths)[-len(gaps)]
 
 
 def test_runs_of_different_models_are_put_beside_each_other_with_a_warning(tmp_path):

@@ -231,6 +231,48 @@ def test_notices_are_drawn_faintly_beside_the_alarms_on_the_time_line(browser, t
     assert browser.said() == []
 
 
+def write_learning(folder: Path, given: bool) -> Path:
+    """A run with steps 21 to 39 missing whose policy learns up to step 10; the loss is given, or not."""
+    config = {"policy": {"alpha": 4.0, "max_active": 1, "act_from_step": 10}, "monitors": ["m"]}
+    with RunWriter(folder, config=config, units=[UnitRow(name="layers.0.q"), UnitRow(name="layers.0.k")]) as writer:
+        for step in (*range(1, 21), *range(40, 61)):
+            risk = [0.0, 0.0] if step <= 10 else [0.2, 0.5]
+            row = StepRow(step=step, norms=[1.0, 2.0], risk=risk, loss=1.0 if given else None, grad_norm=3.0)
+            writer.write_step(row)
+    return folder
+
+
+def test_no_curve_crosses_steps_that_are_not_in_the_record(browser, tmp_path):
+    record = write_learning(tmp_path / "run", given=True)
+    browser.open(write_report(ReportSettings(runs=(record,), out=tmp_path / "report.html")))
+    curves = browser.run("return [...document.querySelectorAll('.charts .curve')].map(c => c.getAttribute('d'))")
+    assert len(curves) == 3
+    assert all(curve.count("M") == 2 for curve in curves)
+    assert browser.run("return document.querySelectorAll('.charts rect.gap-span').length") == 2 + 3
+    assert browser.said() == []
+
+
+def test_a_loss_that_was_not_given_is_a_sentence_and_no_chart(browser, tmp_path):
+    record = write_learning(tmp_path / "run", given=False)
+    browser.open(write_report(ReportSettings(runs=(record,), out=tmp_path / "report.html")))
+    text = browser.run("return document.querySelector('.charts').textContent")
+    assert "call guard.observe(loss=loss)" in text
+    assert browser.run("return document.querySelectorAll('.lost').length") == 0
+    titles = browser.run("return [...document.querySelectorAll('figcaption b')].map(b => b.textContent)")
+    assert titles == ["Gradient norm before clipping, logarithmic", "Units on the recovery path in the next step"]
+
+
+def test_steps_in_which_the_policy_only_learns_do_not_look_healthy(browser, tmp_path):
+    record = write_learning(tmp_path / "run", given=True)
+    browser.open(write_report(ReportSettings(runs=(record,), out=tmp_path / "report.html")))
+    assert "the policy only learns up to step 10" in browser.run("return document.querySelector('.legend').textContent")
+    browser.press(".heat", "\ue011", "\ue011")
+    assert facts(browser)["risk"] == "not judged: the policy only learns"
+    assert colours(browser) >= 4  # not recorded, not judged, and two risks
+    browser.press(".heat", "\ue010")
+    assert facts(browser)["risk"] in ("0.2", "0.5")
+
+
 def test_names_from_the_record_stay_text(browser, two):
     browser.open(two[2])
     assert browser.run("return document.querySelectorAll('script:not([type])').length") == 1

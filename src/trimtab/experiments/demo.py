@@ -24,9 +24,10 @@ __all__ = ["demo_bursts", "run_demo"]
 
 LEGEND = (
     "loss: validation nats a token (a byte, where bytes are tokens); ppl: its exponential. repaired: share of the "
-    "loss that the faults cost static 4-bit. recovered: share of unit-steps on the 8-bit path. caught: faults whose "
-    "unit was on it while they lasted; after: how many steps after their start. kept: bytes kept for backward, "
-    "measured. step time: against unquantized."
+    "loss that the faults cost static 4-bit. recovered: share of unit-steps on the 8-bit path; switches: how often a "
+    "unit entered it. Both as the steps were run: a run record counts decisions, the last of which routes no step. "
+    "caught: faults whose unit was on it while they lasted; after: how many steps after their start. kept: bytes kept "
+    "for backward, measured. step time: against unquantized."
 )
 NOTES = (
     "This is fault injection: for 10-25 steps at a time, 16 channels of one projection's 4-bit copy are 50-1000 times "

@@ -44,7 +44,8 @@ _COLUMNS: list[Column] = [
 ]
 LEGEND = (
     "nats/byte: validation loss, measured with the plain layers. recovered: share of unit-steps on the recovery path. "
-    "switches: how often a unit entered it. kept: bytes kept for backward, measured. s/step: median time of a step."
+    "switches: how often a unit entered it. Both as the steps were run: a run record counts decisions, the last of "
+    "which routes no step. kept: bytes kept for backward, measured. s/step: median time of a step."
 )
 
 

@@ -36,6 +36,7 @@ __all__ = ["build_page", "records_of", "write_report"]
 _MOST_ROWS = 200
 """Rows of a table; a run may have thousands of faults."""
 _MOST_UNITS = 25
+_WIDE = ' class="wide"'
 
 
 def write_report(settings: ReportSettings) -> Path:
@@ -166,14 +167,18 @@ def _array(values: NDArray[Any]) -> dict[str, Any]:
 def _run_data(run: PageRun, name: str) -> dict[str, Any]:
     points = run.points
     cells = run.cells
+    kinds = {"step": np.int32, "loss_given": np.uint8}
     data: dict[str, Any] = {
         "name": name,
         "units": [unit.name for unit in run.units],
         "reasons": list(REASONS),
         "points": {
-            key: _array(points[key].astype(np.int32) if key in ("step",) else points[key])
-            for key in ("step", "loss", "grad_norm", "num_active", "num_entered", "saved_bytes")
+            key: _array(points[key].astype(kinds[key]) if key in kinds else points[key])
+            for key in ("step", "loss", "loss_given", "grad_norm", "num_active", "num_entered", "saved_bytes")
         },
+        "loss_given": run.summary.last_loss is not None,
+        "learning_steps": run.learning_steps,
+        "gaps": run.gaps,
         "budget": run.budget,
         "saved_bytes": run.saved_bytes,
         "alarms": [asdict(alarm) for alarm in run.alarms],
@@ -214,6 +219,7 @@ def _run(i: int, run: PageRun, name: str) -> str:
         f'<section class="run" id="run-{i}" aria-labelledby="run-{i}-name">',
         f'<h2 id="run-{i}-name">{escape(name)}</h2>',
         _facts(run),
+        _learning(run),
         _diagnosis(run),
         _list(run.remarks, "remarks"),
     ]
@@ -245,25 +251,57 @@ def _facts(run: PageRun) -> str:
     model = str(run.config.get("model", "not recorded"))
     num_parameters = run.config.get("num_parameters")
     if isinstance(num_parameters, int):
-        model += f", {num_parameters / 1e6:,.2f}M parameters"
+        many = num_parameters >= 100_000
+        model += f", {num_parameters / 1e6:,.2f}M parameters" if many else f", {_count(num_parameters, 'parameter')}"
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     facts = [
         ("model", model),
         ("recipe", s.recipe or "none, watch only"),
-        ("policy", s.policy or "not recorded"),
         ("monitors", ", ".join(map(str, _listed(run.config.get("monitors")))) or "none"),
         ("state", _state(run)),
         ("steps", steps),
         ("units", f"{s.num_units:,}, {s.num_recoverable:,} of them recoverable"),
-        ("budget", "not stated" if run.budget is None else f"{run.budget:,} units on the recovery path at once"),
-        ("recovered", f"{s.recovered_share:.2%} of recoverable unit-steps, {s.num_switches:,} switches"),
+        ("budget", _budget(run)),
+        ("recovered", f"{s.recovered_share:.2%} of recoverable unit-steps, {_count(s.num_switches, 'switch', 'es')}"),
         ("norms", f"{s.num_failed:,} failed, {s.num_unobserved:,} not observed"),
-        ("last loss", "not recorded" if s.last_loss is None else _number(s.last_loss)),
+        ("last loss", "not given" if s.last_loss is None else _number(s.last_loss)),
+        ("learning", _learning_fact(run)),
         ("started", s.started_at),
         ("versions", versions or "not recorded"),
+        ("policy", s.policy or "not recorded"),
     ]
-    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    rows = "".join(
+        f"<div{_WIDE if name in ('policy', 'versions') else ''}><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in facts
+        if value
+    )
     return f'<dl class="facts">{rows}</dl>'
+
+
+def _budget(run: PageRun) -> str:
+    if run.budget is not None:
+        return f"{_count(run.budget, 'unit')} on the recovery path at once"
+    return "not stated" if run.summary.num_recoverable else "none: no unit is recoverable"
+
+
+def _learning_fact(run: PageRun) -> str:
+    until = run.learning_steps
+    return f"up to step {until:,}; norms are judged from step {until + 1:,} on" if until else ""
+
+
+def _learning(run: PageRun) -> str:
+    """A line while the policy has judged nothing."""
+    until, last = run.learning_steps, run.summary.last_step
+    if last is None or last > until:
+        return ""
+    title, when = "Not judged yet.", f"At step {last:,} the policy has judged nothing yet"
+    if run.summary.finished:
+        title, when = "Not judged.", f"The run ended at step {last:,}, before the policy judged anything"
+    text = (
+        f"{when}: it only learns up to step {until:,}, and judges gradient norms and acts from step {until + 1:,} on. "
+        "Until then no risk says that a unit is healthy."
+    )
+    return f'<div class="diagnosis open"><p><strong>{title}</strong> {escape(text)}</p></div>'
 
 
 def _listed(value: object) -> Sequence[object]:
@@ -271,15 +309,40 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _diagnosis(run: PageRun) -> str:
-    if run.diagnosis is None:
-        text = "No alarm." if run.config.get("monitors") else "No monitor was on; nothing could give alarm."
-        return f'<p class="diagnosis healthy"><strong>Diagnosis:</strong> {text}</p>' if not run.alarms else ""
-    mechanism, advice, evidence = run.diagnosis
-    kind = "diagnosis" if mechanism != "healthy" else "diagnosis healthy"
-    return (
-        f'<div class="{kind}"><p><strong>Diagnosis: {escape(mechanism)}.</strong> {escape(advice)}</p>'
-        f"<details><summary>Evidence ({len(evidence)})</summary>{_list(evidence)}</details></div>"
-    )
+    """What the alarms amount to. Without one the bar is green only if every monitor has read, and nothing failed."""
+    mechanism, advice, evidence = run.diagnosis or ("", "", ())
+    kind = "diagnosis"
+    if mechanism in ("", "healthy"):
+        if run.alarms:  # of somebody else's making
+            return ""
+        kind, mechanism, advice = _without_alarm(run)
+    more = f"<details><summary>Evidence ({len(evidence)})</summary>{_list(evidence)}</details>" if evidence else ""
+    text = f"<strong>Diagnosis: {escape(mechanism)}.</strong> {escape(advice)}"
+    return f'<div class="{kind}"><p>{text}</p>{more}</div>'
+
+
+def _without_alarm(run: PageRun) -> tuple[str, str, str]:
+    """Class, title and text of the bar of a run in which nothing has given alarm."""
+    unread, failures = run.unread_monitors, _failures(run)
+    if not _listed(run.config.get("monitors")):
+        kind, title, text = "diagnosis open", "none", "No monitor was on; nothing could give alarm."
+    elif unread:
+        names = ", ".join(unread)
+        so_far = "" if run.summary.finished else " yet"
+        kind, title = "diagnosis open", f"not judged{so_far}"
+        text = f"Nothing has given alarm, but the record has no reading of {names}{so_far}."
+    else:
+        kind, title, text = "diagnosis healthy", "healthy", "Nothing has given alarm."
+    if failures:
+        kind, title = "diagnosis", "none" if title == "healthy" else title
+        text += f" Still, something is wrong: {' and '.join(failures)}."
+    return kind, title, text
+
+
+def _failures(run: PageRun) -> list[str]:
+    loss, num_failed = run.summary.last_loss, run.summary.num_failed
+    said = [] if loss is None or math.isfinite(loss) else ["the last loss is not finite"]
+    return said + ([f"{_count(num_failed, 'gradient norm')} failed"] if num_failed else [])
 
 
 def _units(units: Sequence[UnitTotals], num_steps: int) -> str:
@@ -292,7 +355,7 @@ def _units(units: Sequence[UnitTotals], num_steps: int) -> str:
             f"{unit.num_active / num_steps:.1%}" if unit.recoverable else "watched only",
             f"{unit.num_switches:,}",
             f"{unit.num_failed:,}",
-            _number(unit.top_risk),
+            "" if unit.top_step is None else _number(unit.top_risk),
             "" if unit.top_step is None else f"{unit.top_step:,}",
         )
         for unit in ranked
@@ -349,7 +412,7 @@ def _costs(run: PageRun) -> str:
     if run.flops:
         said.append(f"The recoverable units' products take {run.flops:,.0f} FLOPs per token, forward and backward.")
     if run.step_seconds is not None:
-        said.append(f"A step took {_number(run.step_seconds * 1e3)} ms (median), measuring and recording included.")
+        said.append(f"A step took {_milliseconds(run.step_seconds)} ms (median), measuring and recording included.")
     if not rows and not said:
         return ""
     table = _table(("recoverable units", "bytes kept for backward, per token", "of the recovery path"), rows)
@@ -376,7 +439,7 @@ def _comparison(runs: Sequence[PageRun], names: Sequence[str]) -> str:
             f"{s.num_alarms:,}",
             "" if s.last_loss is None else _number(s.last_loss),
             "" if run.last_losses is None else _number(run.last_losses),
-            "" if run.step_seconds is None else _number(run.step_seconds * 1e3),
+            "" if run.step_seconds is None else _milliseconds(run.step_seconds),
             kept,
         )
         cells = "".join(f"<td>{escape(value)}</td>" for value in values)
@@ -425,6 +488,21 @@ def _number(value: float) -> str:
     if math.isinf(value):
         return "failed" if value > 0 else "-inf"
     return f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:,.4f}".rstrip("0").rstrip(".")
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits, which is more than a median of step times is good for.
+
+    Example:
+        >>> _milliseconds(0.0804546), _milliseconds(0.0012), _milliseconds(12.3456)
+        ('80.5', '1.2', '12,346')
+    """
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _count(number: int, name: str, plural: str = "s") -> str:
+    return f"{number:,} {name}{'' if number == 1 else plural}"
 
 
 def _plain(value: object) -> str:

@@ -28,6 +28,7 @@ MAX_READING_POINTS = 120_000
 """Points of all curves of readings of a page together."""
 _MOST_POINTS_OF_A_RUN = 12_000
 _MOST_POINTS_OF_A_READING = 400
+_MOST_GAPS = 500
 _POINT_COLUMNS = ("loss", "grad_norm", "lr", "elapsed_s")
 
 ACTIVE, DAMPED, BY_HAND = 1, 2, 4
@@ -161,6 +162,12 @@ class PageRun:
     recovery path."""
     flops: float
     """FLOPs of the recoverable units, per token."""
+    learning_steps: int
+    """The policy only learns up to this step, and judges no norm until then; 0 where it judges from the start."""
+    unread_monitors: tuple[str, ...]
+    """Monitors without a reading in the record."""
+    gaps: tuple[tuple[int, int], ...]
+    """Where steps are missing, the longest of many: the last step before, and the first one after."""
     last_losses: float | None
     """Mean loss of the last tenth of the steps."""
 
@@ -185,6 +192,7 @@ def gather_run(run: Run, num_runs: int = 1) -> PageRun:
     width = -(-num_steps // num_bins)
     num_bins = -(-num_steps // width)
     names = tuple(unit.name for unit in units)
+    learning = _learning_steps(run.config)
     gathered, segments = run.fold(lambda: _Gather(names, start + 1, width, num_bins))
     summary = summarize(run)
     rows = gathered.rows()
@@ -194,7 +202,7 @@ def gather_run(run: Run, num_runs: int = 1) -> PageRun:
         config=run.config,
         versions=run.versions,
         reason=segments[-1].reason,
-        units=gathered.totals(tuple(unit.recoverable for unit in units)),
+        units=gathered.totals(tuple(unit.recoverable for unit in units), learning),
         points=_thin(rows, min(_MOST_POINTS_OF_A_RUN, MAX_POINTS // num_runs)),
         num_rows=len(rows["step"]),
         cells=gathered.cells(),
@@ -208,6 +216,9 @@ def gather_run(run: Run, num_runs: int = 1) -> PageRun:
         step_seconds=_step_seconds(rows),
         saved_bytes=gathered.saved_bytes(),
         flops=sum(_cost(unit.costs, "flops") for unit in units if unit.recoverable),
+        learning_steps=learning,
+        unread_monitors=_unread(run),
+        gaps=_gaps(rows["step"]),
         last_losses=float(losses[-max(1, len(losses) // 10) :].mean()) if len(losses) else None,
     )
 
@@ -253,7 +264,7 @@ class _Gather:
         self._failed = np.zeros(len(self.names), np.int64)
         self._index = {name: u for u, name in enumerate(self.names)}
         self._saved = [0.0, 0.0, 0.0]
-        for name in ("step", *_POINT_COLUMNS, "skipped", "num_active", "num_entered", "saved_bytes"):
+        for name in ("step", *_POINT_COLUMNS, "loss_given", "skipped", "num_active", "num_entered", "saved_bytes"):
             self.columns[name] = []
 
     def add(self, segment: Segment, row: RawRow) -> None:
@@ -270,6 +281,7 @@ class _Gather:
         self.segment_of.append(segment.id)
         values = {name: row.scalars[name] for name in _POINT_COLUMNS} | {
             "step": row.step,
+            "loss_given": float(row.loss_given),
             "skipped": float(row.skipped),
             "num_active": np.nan if row.skipped else int(active.sum()),
             "num_entered": 0 if row.skipped else int(entered.sum()),
@@ -361,9 +373,10 @@ class _Gather:
             num_steps=self._num_steps,
         )
 
-    def totals(self, recoverable: tuple[bool, ...]) -> tuple[UnitTotals, ...]:
-        """One line a unit."""
+    def totals(self, recoverable: tuple[bool, ...], learning_steps: int) -> tuple[UnitTotals, ...]:
+        """One line a unit; a risk of 0 of the steps in which the policy only learns is none."""
         risk = np.nan_to_num(self._arrays["risk"], nan=-1.0, posinf=np.inf)
+        risk[(self._at + self.first_step <= learning_steps) & (risk == 0)] = -1.0
         top = risk.argmax(axis=0) if self.names else np.zeros(0, int)
         return tuple(
             UnitTotals(
@@ -372,7 +385,7 @@ class _Gather:
                 num_active=int(self._num_active[:, u].sum()),
                 num_switches=int(self._switches[u]),
                 num_failed=int(self._failed[u]),
-                top_risk=float(self._arrays["risk"][top[u], u]),
+                top_risk=float(self._arrays["risk"][top[u], u]) if risk[top[u], u] >= 0 else float("nan"),
                 top_step=int(self._at[top[u], u]) + self.first_step if risk[top[u], u] >= 0 else None,
             )
             for u, name in enumerate(self.names)
@@ -390,6 +403,32 @@ class _Gather:
 def _cost(costs: Any, name: str) -> float:
     value = costs.get(name)
     return float(value) if isinstance(value, (int, float)) and np.isfinite(value) else 0.0
+
+
+def _learning_steps(config: dict[str, Any]) -> int:
+    policy = config.get("policy")
+    steps = policy.get("act_from_step") if isinstance(policy, dict) else None
+    return steps if isinstance(steps, int) and steps > 0 else 0
+
+
+def _unread(run: Run) -> tuple[str, ...]:
+    monitors = run.config.get("monitors")
+    have_read = {monitor for monitor, _ in run.reading_keys}
+    return tuple(str(name) for name in (monitors if isinstance(monitors, list) else ()) if name not in have_read)
+
+
+def _gaps(step: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    """Where steps are missing; of very many the longest, since a gap that is no pixel wide is not seen.
+
+    Example:
+        >>> _gaps(np.array([1, 2, 5, 6]))
+        ((2, 5),)
+    """
+    apart = np.diff(step)
+    found = np.flatnonzero(apart > 1)
+    if len(found) > _MOST_GAPS:
+        found = np.sort(found[np.argsort(-apart[found], kind="stable")[:_MOST_GAPS]])
+    return tuple((int(step[i]), int(step[i + 1])) for i in found)
 
 
 def _thin(rows: dict[str, NDArray[Any]], most: int) -> dict[str, NDArray[Any]]:

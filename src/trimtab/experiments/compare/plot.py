@@ -33,7 +33,7 @@ def comparison_figure(summary: Mapping[str, Any]) -> Any:
     try:
         from plotly.subplots import make_subplots
     except ImportError:
-        raise MissingExtraError("The picture", "plotly", "plots") from None
+        raise MissingExtraError("The picture", "plotly", "report") from None
     arms, steps = summary["arms"], summary["steps"]
     over = _CLEAN in arms
     titles = (

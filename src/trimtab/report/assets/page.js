@@ -52,6 +52,7 @@
     return String(Number(value.toPrecision(5)));
   }
   const whole = (value) => value.toLocaleString("en-US");
+  const count = (number, name) => `${whole(number)} ${name}${number === 1 ? "" : "s"}`;
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
   const layerOf = (name) => (/(?:^|[._])(\d+)(?:\.|$)/.exec(name) || [])[1];
 
@@ -123,18 +124,25 @@
 
   // Curves
 
-  function curve(xs, ys, X, Y, x0, x1, width) {
+  // Broken where a value is not finite and across `gaps`, steps that are not in the record: [last before, first after].
+  function curve(xs, ys, X, Y, x0, x1, width, gaps = []) {
     const begin = Math.max(0, lowerBound(xs, x0) - 1), end = Math.min(xs.length, lowerBound(xs, x1) + 1);
     const parts = [];
-    let broken = true;
+    let broken = true, alone = false, before = -Infinity, g = 0;
     const put = (i) => {
       if (!Number.isFinite(ys[i]) || !Number.isFinite(Y(ys[i]))) { broken = true; return; }
+      while (g < gaps.length && gaps[g][1] <= before) g++;
+      if (g < gaps.length && gaps[g][1] <= xs[i]) broken = true;
+      if (broken && alone) parts.push("h1"); // a point without neighbours has no line, and is to be seen
       parts.push((broken ? "M" : "L") + X(xs[i]).toFixed(1) + " " + Y(ys[i]).toFixed(1));
+      alone = broken;
       broken = false;
+      before = xs[i];
     };
+    const path = () => parts.join("") + (alone ? "h1" : "");
     if (end - begin <= 3 * width) {
       for (let i = begin; i < end; i++) put(i);
-      return parts.join("");
+      return path();
     }
     // More points than pixels: of each pixel's points the least and the greatest, in their order.
     for (let i = begin; i < end;) {
@@ -149,7 +157,7 @@
       put(Math.min(least, most));
       if (least !== most) put(Math.max(least, most));
     }
-    return parts.join("");
+    return path();
   }
   function range(series, x0, x1, log) {
     let low = Infinity, high = -Infinity;
@@ -170,12 +178,14 @@
     else if (kind === "switch") sign.append(svg("path", { d: "M4 1V9M8 1V9M11 1V9", class: "switch" }));
     else if (kind === "limit") sign.append(svg("path", { d: "M0 5H14", class: "limit" }));
     else if (kind === "lost") sign.append(svg("path", { d: "M3 1L11 9M3 9L11 1", class: "lost" }));
+    else if (kind === "gap") sign.append(svg("rect", { x: 1, y: 0, width: 12, height: 10, class: "gap-span" }));
     return html("span", {}, sign, text);
   }
 
-  // spec: title, height, view, series [{name, x, y, color, dash}], log, zero, limits [{y, name}], faults, alarms, switches
+  // spec: title, height, view, series [{name, x, y, color, dash}], log, zero, limits [{y, name}], gaps, faults, alarms, switches
   function chart(box, spec) {
-    const caption = html("figcaption", {}, html("b", {}, spec.title));
+    const title = html("b", {}, spec.title);
+    const caption = html("figcaption", {}, title);
     for (const [kind, text] of spec.keys || []) caption.append(key(kind, text));
     const drawing = svg("svg", { role: "img", height: spec.height });
     const tip = html("div", { class: "tip", hidden: "" });
@@ -199,13 +209,15 @@
       for (const limit of seen ? spec.limits || [] : []) { low = Math.min(low, limit.y); high = Math.max(high, limit.y); }
       if (spec.zero) low = Math.min(0, low);
       if (low === high) { high += Math.abs(high) * 0.05 || 1; low -= spec.zero ? 0 : Math.abs(low) * 0.05 || 1; }
-      const log = spec.log && low > 0;
+      const log = spec.log && seen && low > 0;
+      title.textContent = spec.title + (log ? ", logarithmic" : "");
       const scale = log ? Math.log10 : (v) => v;
       const s0 = scale(low), s1 = scale(high), pad = (s1 - s0) * 0.04;
       const Y = (v) => bottom - ((scale(v) - s0 + (spec.zero ? 0 : pad)) / (s1 - s0 + 2 * pad)) * (bottom - top);
       const parts = [];
       parts.push(svg("path", { class: "axis", d: `M${left} ${top}V${bottom}H${width - right}`, fill: "none" }));
-      const marks = log ? logTicks(low, high) : ticks(low, high, 4);
+      const marks = !seen ? [] : log ? logTicks(low, high) : ticks(low, high, 4);
+      if (!seen) parts.push(svg("text", { x: (left + width - right) / 2, y: (top + bottom) / 2, "text-anchor": "middle" }, "no finite value in these steps"));
       for (const value of marks) {
         const y = Y(value);
         if (y < top - 2 || y > bottom + 2) continue;
@@ -215,6 +227,11 @@
       for (const step of ticks(Math.max(x0, 0), x1, width / 110)) {
         if (step !== Math.round(step) || step < x0) continue;
         parts.push(svg("text", { x: Math.min(X(step), width - 20), y: bottom + 15, "text-anchor": "middle" }, whole(step)));
+      }
+      for (const [before, after] of spec.gaps || []) {
+        if (after < x0 || before > x1) continue;
+        const a = Math.max(left, X(before + 0.5)), b = Math.min(width - right, X(after - 0.5));
+        parts.push(svg("rect", { class: "gap-span", x: a, y: top, width: Math.max(1, b - a), height: bottom - top }));
       }
       for (const [begin, end] of spec.faults || []) {
         if (end < x0 || begin > x1) continue;
@@ -246,7 +263,7 @@
       for (const one of spec.series) {
         const { x, y } = one;
         parts.push(svg("path", { class: "curve", style: `stroke:var(--c${one.color || 0})`,
-          "stroke-dasharray": one.dash || "", d: curve(x, y, X, Y, x0, x1, width) }));
+          "stroke-dasharray": one.dash || "", d: curve(x, y, X, Y, x0, x1, width, one.gaps || spec.gaps) }));
         if (!spec.marksLost) continue;
         let before = -9;
         for (let i = lowerBound(x, x0); i < x.length && x[i] <= x1; i++) {
@@ -290,10 +307,14 @@
     return draw;
   }
   function logTicks(low, high) {
-    const found = [];
-    for (let p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++) found.push(10 ** p);
-    const inside = found.filter((v) => v >= low && v <= high);
-    return inside.length >= 2 ? inside : ticks(low, high, 4);
+    // Powers of ten; with fewer than three of them also twice and five times these.
+    for (const factors of [[1], [1, 2, 5]]) {
+      const found = [];
+      for (let p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++) found.push(...factors.map((f) => f * 10 ** p));
+      const inside = found.filter((v) => v >= low && v <= high);
+      if (inside.length >= 3) return inside;
+    }
+    return ticks(low, high, 4);
   }
   function describe(spec, seen) {
     const between = seen ? `, from ${short(seen[0])} to ${short(seen[1])}` : ", nothing recorded";
@@ -320,7 +341,12 @@
       new ResizeObserver(() => this.draw()).observe(this.box);
       this.draw();
     }
-    // One byte a cell, unit by unit: 0 none, else 1 to 255. r / (1 + r) puts a risk of 1 in the middle.
+    // A risk of 0 of a step in which the policy only learns is no judgement.
+    isLearning(i) {
+      const { step, risk, first } = this.cells;
+      return step[i] >= 0 && first + step[i] <= this.run.learning_steps && !(risk[i] > 0);
+    }
+    // One byte a cell, unit by unit: 0 none, 1 not judged yet, else 2 to 255. r / (1 + r) puts a risk of 1 in the middle.
     levels(mode) {
       const { step, risk, num_active, num_steps } = this.cells;
       const found = new Uint8Array(this.bins * this.count);
@@ -328,9 +354,10 @@
         for (let u = 0; u < this.count; u++) {
           const i = b * this.count + u;
           if (step[i] < 0) continue;
+          if (mode === "risk" && this.isLearning(i)) { found[u * this.bins + b] = 1; continue; }
           const r = risk[i];
           const share = mode === "active" ? num_active[i] / Math.max(1, num_steps[b]) : r === Infinity ? 1 : r > 0 ? r / (1 + r) : 0;
-          found[u * this.bins + b] = 1 + Math.round(254 * share);
+          found[u * this.bins + b] = 2 + Math.round(253 * share);
         }
       }
       return found;
@@ -377,6 +404,8 @@
         ? ["risk 0 ", strip, " failed; in the middle 1: above it a unit is a candidate.", bins]
         : ["never ", strip, " in every step: on the recovery path, as decided for the step after.", bins];
       this.key.replaceChildren(html("span", {}, ...texts), html("span", {}, html("span", { class: "none" }), " not recorded"),
+        ...(this.mode === "risk" && this.level.risk.includes(1)
+          ? [html("span", {}, html("span", { class: "none learning" }), ` not judged: the policy only learns up to step ${whole(this.run.learning_steps)}`)] : []),
         html("span", {}, "at the side: layers"), html("span", {}, "when large enough: ● on the recovery path, × failed"));
     }
     layout() {
@@ -410,7 +439,8 @@
       const words = new Uint32Array(image.data.buffer);
       const palette = new Uint32Array(256);
       palette[0] = packed(rgb(style.getPropertyValue("--nodata")));
-      for (let i = 1; i < 256; i++) palette[i] = packed(color((i - 1) / 254));
+      palette[1] = packed(rgb(style.getPropertyValue("--learning")));
+      for (let i = 2; i < 256; i++) palette[i] = packed(color((i - 2) / 253));
       const bin = (x) => (this.view.x0 + 0.5 + (x / width) * (this.view.x1 - this.view.x0) - first) / steps;
       const begin = new Int32Array(width), end = new Int32Array(width);
       for (let x = 0; x < width; x++) {
@@ -527,7 +557,10 @@
       const norm = c.norm[i];
       rows.push(["norm", norm === 0 ? "0, not observed" : Number.isNaN(norm) ? "not a number, or not recorded" : exact(norm, false)]);
       const score = (name, values, single) => { if (values && !Number.isNaN(values[i])) rows.push([name, exact(values[i], single)]); };
-      score("GNMR", c.gnmr, true); score("Delta", c.delta, true); score("risk", c.risk, true); score("channel error", c.error, false);
+      score("GNMR", c.gnmr, true); score("Delta", c.delta, true);
+      if (this.isLearning(i)) rows.push(["risk", "not judged: the policy only learns"]);
+      else score("risk", c.risk, true);
+      score("channel error", c.error, false);
       const active = c.flags[i] & ACTIVE;
       rows.push(["active", active ? "yes: on the recovery path in the next step" : "no"]);
       rows.push(["lock", c.lock[i] ? `${whole(c.lock[i])} more steps` : "none"]);
@@ -726,11 +759,22 @@
     }
     if (others.length) box.append(rest);
   }
+  // Where steps are missing and readings with them: readings further apart than usual, with a gap of the record between.
+  function missedReadings(step, gaps) {
+    const apart = Array.from(step.subarray(1), (s, i) => s - step[i]);
+    const usual = apart.slice().sort((a, b) => a - b)[apart.length >> 1];
+    const missed = [];
+    apart.forEach((distance, i) => {
+      if (distance > 1.5 * usual && gaps.some(([a, b]) => a < step[i + 1] && b > step[i])) missed.push([step[i], step[i + 1]]);
+    });
+    return missed;
+  }
   function panel(box, run, metric, { step, mean, low, high }) {
     const groups = metric.groups.length, width = 220, height = 92, left = 48, right = 4, top = 5, bottom = 76;
     let y0 = Infinity, y1 = -Infinity;
     for (const values of [low || mean, high || mean]) for (const v of values) if (Number.isFinite(v)) { y0 = Math.min(y0, v); y1 = Math.max(y1, v); }
     if (!(y0 <= y1)) { box.append(html("p", {}, "Every value is missing or not finite.")); return; }
+    const gaps = missedReadings(step, run.gaps), after = new Set(gaps.map((gap) => gap[1]));
     const lowest = y0, highest = y1;
     if (y0 === y1) { y0 -= Math.abs(y0) * 0.05 || 1; y1 += Math.abs(y1) * 0.05 || 1; }
     const last = Math.max(step[step.length - 1], step[0] + 1);
@@ -745,14 +789,18 @@
       const column = (values) => Float64Array.from(step, (_, t) => values[t * groups + g]);
       if (low) {
         const l = column(low), h = column(high);
-        let there = "", back = "";
-        for (let t = 0; t < step.length; t++) if (Number.isFinite(l[t]) && Number.isFinite(h[t])) {
+        let bands = "", there = "", back = "";
+        const close = () => { if (there) bands += there + back + "Z"; there = back = ""; };
+        for (let t = 0; t < step.length; t++) {
+          if (after.has(step[t])) close();
+          if (!Number.isFinite(l[t]) || !Number.isFinite(h[t])) continue;
           there += `${there ? "L" : "M"}${X(step[t]).toFixed(1)} ${Y(h[t]).toFixed(1)}`;
           back = `L${X(step[t]).toFixed(1)} ${Y(l[t]).toFixed(1)}` + back;
         }
-        if (there) drawing.append(svg("path", { class: "band", style: "fill:var(--c0)", d: there + back + "Z" }));
+        close();
+        if (bands) drawing.append(svg("path", { class: "band", style: "fill:var(--c0)", d: bands }));
       }
-      drawing.append(svg("path", { class: "curve", style: "stroke:var(--c0)", d: curve(step, column(mean), X, Y, step[0], last, width) }));
+      drawing.append(svg("path", { class: "curve", style: "stroke:var(--c0)", d: curve(step, column(mean), X, Y, step[0], last, width, gaps) }));
       for (const alarm of run.alarms) {
         if (alarm.monitor !== metric.monitor || alarm.metric !== metric.metric) continue;
         if (!alarm.places.some((place) => place === group || place.startsWith(group + "/") || (!place && group === "the model"))) continue;
@@ -766,26 +814,39 @@
 
   // A run
 
+  const LOSS_NOT_GIVEN = "It was not given, so there is no curve. It is found by itself where the model returns an output with a loss; elsewhere call guard.observe(loss=loss) before guard.step().";
+  // The steps whose loss was given, which may be every tenth.
+  function givenLoss(p) {
+    const given = (_, i) => p.loss_given[i];
+    return { x: p.step.filter(given), y: p.loss.filter(given) };
+  }
   async function drawRun(box, run) {
     const p = await run.getPoints();
     const first = p.step[0] - 0.5, last = p.step[p.step.length - 1] + 0.5;
     const view = new View(run.cells ? Math.min(first, run.cells.first - 0.5) : first, Math.max(last, first + 1));
-    const marks = { view, faults: run.faults, alarms: run.alarms };
+    const marks = { view, gaps: run.gaps, faults: run.faults, alarms: run.alarms };
     const keys = [];
     if (run.faults.length) keys.push(["fault", "fault made on purpose"]);
     if (run.alarms.length) keys.push(["alarm", "alarm"]);
+    if (run.gaps.length) keys.push(["gap", "not recorded"]);
     const switches = p.num_entered.some((n) => n > 0);
     const series = (name, y, color) => [{ name, x: p.step, y, color }];
-    const lost = (y) => (y.some((v) => !Number.isFinite(v)) && y.some((v) => Number.isFinite(v)) ? [["lost", "not a number, or not given"]] : []);
-    chart(box, { ...marks, title: "Loss", height: 210, series: series("loss", p.loss, 0), switches: switches ? p : null, marksLost: true,
-      keys: [...keys, ...(switches ? [["switch", "units switched to the recovery path"]] : []), ...lost(p.loss)] });
+    const lost = (y) => (y.some((v) => !Number.isFinite(v)) ? [["lost", "not finite"]] : []);
+    const switchKey = switches ? [["switch", "units switched to the recovery path"]] : [];
+    if (run.loss_given) {
+      const loss = givenLoss(p);
+      chart(box, { ...marks, title: "Loss", height: 210, series: [{ name: "loss", color: 0, ...loss }], switches: switches ? p : null, marksLost: true,
+        keys: [...keys, ...switchKey, ...lost(loss.y)] });
+    } else {
+      box.append(html("p", {}, html("b", {}, "Loss. "), LOSS_NOT_GIVEN));
+    }
     chart(box, { ...marks, title: "Gradient norm before clipping", height: 150, log: true, series: series("norm", p.grad_norm, 1), switches: switches ? p : null, marksLost: true,
-      keys: [...keys, ...lost(p.grad_norm)] });
+      keys: [...keys, ...(run.loss_given ? [] : switchKey), ...lost(p.grad_norm)] });
     if (run.budget !== null || p.num_active.some((n) => n > 0)) {
       const share = (i) => `${exact(p.num_active[i], false)}` + (run.budget ? ` of ${whole(run.budget)}: ${((100 * p.num_active[i]) / run.budget).toFixed(0)}% of the budget` : "");
       chart(box, { ...marks, title: "Units on the recovery path in the next step", height: 120, zero: true,
         series: [{ name: "units", x: p.step, y: p.num_active, color: 2, text: share }], limits: run.budget === null ? [] : [{ y: run.budget, name: "budget" }],
-        keys: run.budget === null ? [] : [["limit", `budget, ${whole(run.budget)} units`]] });
+        keys: run.budget === null ? [] : [["limit", `budget, ${count(run.budget, "unit")}`]] });
     }
     if (run.saved_bytes && run.saved_bytes[2] > run.saved_bytes[0]) {
       const [low, , high] = run.saved_bytes;
@@ -800,6 +861,7 @@
     }
     if (run.alarms.length || run.notices.length) timeline(box, run, view);
     readings(box, run);
+    box.style.minHeight = "0"; // what was kept free for the charts
   }
 
   function smooth(values, width) {
@@ -814,15 +876,15 @@
     return found;
   }
   async function overlay(box, runs) {
-    const all = (await Promise.all(runs.map((run) => run.getPoints()))).map((p, i) => ({ p, i })).filter(({ p }) => p.step.length);
-    if (!all.length) return;
-    const view = new View(Math.min(...all.map(({ p }) => p.step[0])) - 0.5, Math.max(...all.map(({ p }) => p.step[p.step.length - 1])) + 0.5);
+    const all = (await Promise.all(runs.map((run) => run.getPoints()))).map((p, i) => ({ ...givenLoss(p), i })).filter(({ x }) => x.length);
+    if (!all.length) { box.append(html("p", {}, "No run was given its loss, so there is nothing to compare.")); return; }
+    const view = new View(Math.min(...all.map(({ x }) => x[0])) - 0.5, Math.max(...all.map(({ x }) => x[x.length - 1])) + 0.5);
     const tick = html("input", { type: "checkbox" });
     tick.checked = true;
     const spec = { title: "Loss of all runs", height: 280, view, series: [] };
     const build = () => {
-      spec.series = all.map(({ p, i }) => ({ name: runs[i].name, x: p.step, color: i % 8, dash: DASHES[i % DASHES.length],
-        y: tick.checked ? smooth(p.loss, Math.max(1, Math.round(p.loss.length / 50))) : p.loss, text: (k) => exact(p.loss[k], false) }));
+      spec.series = all.map(({ x, y, i }) => ({ name: runs[i].name, x, color: i % 8, dash: DASHES[i % DASHES.length], gaps: runs[i].gaps,
+        y: tick.checked ? smooth(y, Math.max(1, Math.round(y.length / 50))) : y, text: (k) => exact(y[k], false) }));
     };
     build();
     box.append(html("div", { class: "tools" }, html("label", { class: "choice" }, tick, "smooth (mean of the last 2% of the steps)")));
