@@ -221,6 +221,60 @@ def test_help_and_version_load_no_torch():
     assert done.stdout.strip().endswith("False")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "llama-60m", "--json", "--print-config"]])
+def test_an_output_that_cannot_be_written_is_one_sentence_and_a_closed_pipe_none(words, unbuffered):
+    command = [sys.executable, "-m", "trimtab", *words]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "trimtab: error: the output cannot be written (No space left on device).\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch, tmp_path):
+    def run_plan(settings: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trimtab.experiments.plan.run_plan", run_plan)
+    with open(tmp_path / "out", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(OSError, match="No space left"):
+            main(["plan", "llama-60m"])
+
+
+def test_a_demo_says_what_it_writes_over(capsys, monkeypatch, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 40, "seed": 0}))
+    monkeypatch.setattr("trimtab.experiments.demo.run_demo", lambda settings: None)
+    assert main(["demo", "--steps", "3", "--out", str(tmp_path)]) == 0
+    assert f"{tmp_path} holds a demo of 40 steps, seed 0. Its records are replaced" in capsys.readouterr().err
+    assert main(["demo", "--steps", "40", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    for broken in ("", "[]", "{}", '{"steps": "x"}'):
+        (tmp_path / "summary.json").write_text(broken)
+        assert main(["demo", "--steps", "3", "--out", str(tmp_path)]) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_help_names_every_command_and_has_an_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out.partition("options")[0]
+    for command in ("demo", "train", "runs", "report", "watch", "replay", "calibrate", "compare", "plan", "eval"):
+        assert f"trimtab {command} " in said.replace("\n", " "), command
+    assert "trimtab bench" in said
+    assert "trimtab experiment" in said
+    for words in (["demo"], ["train"], ["experiment", "faults"], ["experiment", "healthy"]):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert f"Example: trimtab {' '.join(words)} " in capsys.readouterr().out
+
+
 def test_a_demo_of_few_steps_writes_every_arm_and_a_record_of_each(capsys, tmp_path):
     out = tmp_path / "demo"
     assert main(["demo", "--steps", "12", "--out", str(out), "--seed", "3"]) == 0

@@ -18,22 +18,18 @@ from trimtab.cli import main
 yaml = pytest.importorskip("yaml")
 
 
-def commands() -> dict[str, type]:
+def below(words: str, hint: object) -> dict[str, type]:
     """Every command's words, and its settings."""
-
-    def below(words: str, hint: object) -> dict[str, type]:
-        found: dict[str, type] = {}
-        for name, settings in cli._choices(hint).items():
-            hints = get_type_hints(settings, include_extras=True).values()
-            nested = [hint for hint in hints if cli._choices(hint)]
-            named = f"{words} {name}".strip()
-            found |= below(named, nested[0]) if nested else {named: settings}
-        return found
-
-    return below("", cli._Command)
+    found: dict[str, type] = {}
+    for name, settings in cli._choices(hint).items():
+        hints = get_type_hints(settings, include_extras=True).values()
+        nested = [hint for hint in hints if cli._choices(hint)]
+        named = f"{words} {name}".strip()
+        found |= below(named, nested[0]) if nested else {named: settings}
+    return found
 
 
-COMMANDS = commands()
+COMMANDS = below("", cli._Command)
 WITH_A_TABLE = ("demo", "train", "compare", "runs", "replay", "calibrate", "experiment faults", "experiment healthy")
 NEEDED = {
     "train": ["--model", "m.json", "--data", "a.txt", "b.txt", "--out", "o"],
@@ -126,6 +122,23 @@ def test_what_goes_by_place_may_be_in_the_config_and_is_overridden_too(capsys, t
     assert "alpha=-1.0" in refusal(capsys, "replay", "here", "--alpha", "-1", "--config", str(path))
 
 
+def test_a_list_that_goes_by_place_is_overridden_whole(capsys, tmp_path):
+    path = tmp_path / "report.yaml"
+    path.write_text("runs: [one, two]\nout: page.html\n")
+    assert printed_config(capsys, "report", "--config", str(path))["runs"] == ["one", "two"]
+    assert printed_config(capsys, "report", "three", "--config", str(path))["runs"] == ["three"]
+    assert printed_config(capsys, "report", "a", "b", "c", "-o", "x.html", "--config", str(path))["runs"] == [*"abc"]
+    path.write_text("out: page.html\n")
+    assert printed_config(capsys, "report", "three", "--config", str(path))["runs"] == ["three"]
+    assert "at least one record" in refusal(capsys, "report", "--config", str(path))
+
+
+def test_a_config_is_printed_for_what_is_not_there_yet(capsys, tmp_path):
+    nowhere = tmp_path / "nowhere"
+    assert printed_config(capsys, "eval", str(nowhere), "--tasks", "hellaswag")["path"] == str(nowhere)
+    assert "there is no such folder" in refusal(capsys, "eval", str(nowhere), "--tasks", "hellaswag")
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -185,8 +198,18 @@ def test_a_shell_completes_the_commands(shell):
     done = subprocess.run(
         [sys.executable, "-m", "trimtab", "--tyro-print-completion", shell], capture_output=True, text=True, check=True
     )
-    for word in ("trimtab", "replay", "calibrate", "--false-per-1000"):
+    for word in ("trimtab", "replay", "calibrate", "--false-per-1000", "--config", "--print-config"):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_completed_with_all_of_its_options(command):
+    """What is completed is made of the same settings, with what ``main`` takes before tyro sees the words."""
+    extended = below("", cli._with_common_options(cli._Command))
+    assert list(extended) == list(COMMANDS)
+    more = {item.name for item in fields(extended[command])} - {item.name for item in fields(COMMANDS[command])}
+    expected = {"config", "print_config"} | ({"json"} if COMMANDS[command] in cli._SUMMARIES else set())
+    assert more == expected
 
 
 def test_the_help_names_the_completion(capsys):

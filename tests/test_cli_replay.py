@@ -75,6 +75,32 @@ def test_a_record_is_verified_and_the_exit_status_says_so(capsys, faulty, tmp_pa
     assert json.loads(capsys.readouterr().out)["first_different_step"] == 7
 
 
+def test_what_is_lost_of_a_record_is_said_of_its_verification_too(capsys, faulty, tmp_path):
+    copy = tmp_path / "run.sqlite"
+    copy.write_bytes(record_path(faulty).read_bytes())
+    with sqlite3.connect(copy) as database:
+        database.execute("drop table events")
+    database.close()
+    assert main(["replay", str(copy)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "exactly the recorded decisions, in all 200 steps that can be read." in said
+    assert "is damaged or cut short" in said
+    assert main(["replay", str(copy), "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert "is damaged or cut short" in note
+
+
+@pytest.mark.parametrize("command", ["replay", "calibrate", "watch"])
+def test_a_folder_of_records_is_answered_with_their_names(capsys, faulty, tmp_path, command):
+    for name in ("gnmr", "random"):
+        folder = tmp_path / "records" / name
+        folder.mkdir(parents=True)
+        (folder / "run.sqlite").write_bytes(record_path(faulty).read_bytes())
+    said = refusal(capsys, command, str(tmp_path))
+    assert f"2 records are below {tmp_path.as_posix()}: name one, such as " in said
+    assert said.rstrip().endswith("/records/gnmr.")
+
+
 def test_another_policy_is_shown_beside_what_was_done(capsys, faulty):
     assert main(["replay", str(faulty), "--alpha", "2", "--lock-steps", "3"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -128,7 +154,11 @@ def test_a_sweep_has_a_row_a_combination_and_a_picture(capsys, faulty, tmp_path)
         (["--sweep", "alhpa=1"], ["alhpa=1", "Did you mean 'alpha'?"]),
         (["--sweep", "alpha"], ["sweep='alpha'", "Write alpha=1.5,2,3"]),
         (["--sweep", "alpha=1", "alpha=2"], ["sweep='alpha=2'", "once"]),
-        (["--sweep", "alpha=a"], ["alpha='a'"]),
+        (["--sweep", "alpha=a"], ["alpha='a'", "it is a number."]),
+        (["--sweep", "window_steps=5,many"], ["window_steps='many'", "it is a number."]),
+        (["--alpha", "x"], ["alpha='x'", "it is a number.", "Write --alpha 0.5, say."]),
+        (["--window-steps", "2.5"], ["window_steps='2.5'", "it is a whole number."]),
+        (["--max-active=many"], ["max_active='many'", "it is a number."]),
         (["--sweep", "alpha=1", "--alpha", "2"], ["alpha=2.0", "it is swept too"]),
         (["--plot", "told.html"], ["plot='told.html'", "a verification is one sentence"]),
         (["--alpha", "2", "--plot", "told.txt"], ["plot='told.txt'", ".html, .svg"]),
@@ -180,10 +210,19 @@ def test_a_record_without_rules_falls_back_on_the_monitors_own(capsys, tmp_path)
     assert found["code"].startswith("from trimtab import Policy\n")
 
 
+def test_calibration_says_at_once_how_many_steps_it_needs(capsys, tmp_path):
+    """Scores of 100 unit-steps after step 40, of 8 units, and 50 steps for alarms: 53 steps are enough, 52 are not."""
+    few = record(tmp_path / "few", 52, faulty=False)
+    assert "Record at least 53 steps" in refusal(capsys, "calibrate", str(few), "--false-per-1000", "20")
+    assert "Record at least 500 steps" in refusal(capsys, "calibrate", str(few), "--false-per-1000", "2")
+    assert main(["calibrate", str(record(tmp_path / "enough", 53, faulty=False)), "--false-per-1000", "20"]) == 0
+
+
 def test_a_record_that_can_calibrate_nothing_is_refused(capsys, faulty, healthy):
     assert "without faults" in refusal(capsys, "calibrate", str(faulty))
     said = refusal(capsys, "calibrate", str(healthy), "--false-per-1000", "0.5")
     assert "record='1100 steps'" in said
     assert "Record at least 2000 steps" in said
-    assert "Record at least 200000 after" in refusal(capsys, "calibrate", str(healthy), "--false-per-1000", "0.01")
+    # More steps than the scores need: a rate of alarms is one of steps. Both needs are said at once.
+    assert "Record at least 100000 steps" in refusal(capsys, "calibrate", str(healthy), "--false-per-1000", "0.01")
     assert "false_per_1000=0.0" in refusal(capsys, "calibrate", str(healthy), "--false-per-1000", "0")

@@ -6,20 +6,22 @@ Torch is loaded only by the job itself, so that help and mistakes are quick.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
 from trimtab._version import __version__
-from trimtab.config_files import as_yaml, config_words, read_config
+from trimtab.config_files import as_yaml, config_words, is_place, read_config
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabError, TrimtabWarning
 from trimtab.experiments.bench.settings import BenchSettings
 from trimtab.experiments.compare_settings import CompareSettings
@@ -39,6 +41,7 @@ from trimtab.experiments.settings import (
     FaultsSettings,
     HealthySettings,
     TrainSettings,
+    replaced_demo,
 )
 from trimtab.report.settings import CalibrateSettings, ReplaySettings, ReportSettings, RunsSettings, WatchSettings
 
@@ -86,9 +89,17 @@ As a page, or live: trimtab report runs/mine -o report.html, trimtab watch runs/
 
 What another policy would have decided: trimtab replay runs/mine --alpha 2
 
+Thresholds from a healthy run: trimtab calibrate runs/healthy
+
 Which policy repairs most, trained side by side: trimtab compare --policies static-low-clean,static-low,gnmr,random
 
+What a run would take, before it is started: trimtab plan llama-60m
+
+What a checkpoint is worth: trimtab eval runs/mine --tasks hellaswag
+
 What it costs on this machine: trimtab bench
+
+What the monitors and the recovery are worth, measured again: trimtab experiment faults
 
 Shell completion: trimtab --tyro-print-completion bash (or zsh)"""
 
@@ -96,7 +107,11 @@ _COMMON = """Every command also takes:
   --config FILE.yaml   read settings from a file, keyed as --print-config prints them; options given here go first
   --print-config       print the resolved settings as YAML, and do nothing else"""
 _SUBCOMMAND: Any = type(tyro.conf.subcommand("demo"))
+_COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 _COMMON_JSON = "  --json               print the summary as JSON for machines, and all else on stderr"
+
+_OF_A_STREAM = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a pipe or a file that the output goes to can fail with."""
 
 # Jobs that leave a summary, and where.
 _SUMMARIES: Mapping[type, Callable[[Any], Path]] = {
@@ -119,9 +134,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after ``trimtab``; those of the process when left out.
 
     Returns: The exit status: 0, or 2 for what the user got wrong, with the reason on stderr; 1 from ``replay`` when the
-        recorded policy does not give the recorded decisions.
+        recorded policy does not give the recorded decisions, or when the output cannot be written; 141 when its reader
+        has gone, as a shell says of a program that a closed pipe ended.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _main(words)
+        finally:
+            # Here, where it can still be said what is wrong, and not while the interpreter ends.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _OF_A_STREAM or error.filename is not None or not _is_lost(sys.stdout):
+            raise
+        if error.errno == errno.EPIPE:
+            return 141
+        with contextlib.suppress(OSError):
+            print(f"trimtab: error: the output cannot be written ({error.strerror}).", file=sys.stderr)
+        return 1
+
+
+def _is_lost(stream: Any) -> bool:
+    """Whether nothing more can be written to ``stream``; what is left in it is dropped, so that no one tries again."""
+    try:
+        file = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # it is no file
+        return False
+    try:
+        stream.flush()
+        # What failed may have been dropped, and then a flush says nothing: only a write tells.
+        os.write(file, b"\n")
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file)
+        os.close(nowhere)
+        return True
+    return False
+
+
+def _main(words: list[str]) -> int:
     if words == ["--version"]:
         print(f"trimtab {__version__}")
         return 0
@@ -167,9 +219,10 @@ def _parse(words: list[str]) -> _Settings:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(_Command, prog="trimtab", description=_DESCRIPTION, args=words)
+            command: Any = _with_common_options(_Command) if words and words[0] in _COMPLETION else _Command
+            return tyro.cli(command, prog="trimtab", description=_DESCRIPTION, args=words)
     except SystemExit as exit_:
-        cause = _cause_of(exit_)
+        cause = _cause_of(exit_) or _no_number(exit_)
         if cause is not None:
             raise cause from None
         if exit_.code == 0 and {"-h", "--help"} & set(words):
@@ -188,10 +241,49 @@ def _cause_of(exit_: SystemExit) -> TrimtabError | None:
     return cause
 
 
+def _no_number(exit_: SystemExit) -> ConfigError | None:
+    """A word that is no number where one is needed, said in our own way; None when something else was wrong."""
+    error: Any = exit_
+    while error is not None and not hasattr(error, "arg"):
+        error = error.__cause__ or error.__context__
+    metavar = str(getattr(getattr(getattr(error, "arg", None), "lowered", None), "metavar", ""))
+    kinds = set(metavar.split("|")) - {"{None}"}
+    given = re.search(r"(?:from \[|: )'(.*?)'", str(getattr(error, "message", "")))
+    if given is None or not kinds or not kinds <= {"INT", "FLOAT"}:
+        return None
+    kind, example = ("a number", 0.5) if "FLOAT" in kinds else ("a whole number", 5)
+    name = error.arg.field.intern_name
+    return ConfigError(name, given[1], f"it is {kind}.", f"Write --{name.replace('_', '-')} {example}, say.")
+
+
+def _with_common_options(hint: Any) -> Any:
+    """The commands with the options that every one of them takes, which tyro does not know: for shell completion."""
+    union: Any = None
+    for name, settings in _choices(hint).items():
+        more: list[Any] = [
+            (item, Annotated[_with_common_options(type_), tyro.conf.arg(name="")])
+            for item, type_ in get_type_hints(settings, include_extras=True).items()
+            if _choices(type_)
+        ]
+        if not more:
+            taken = {item.name for item in fields(settings)}
+            more = [("config", Path | None, None), ("print_config", bool, False)]
+            more += [("json", bool, False)] if settings in _SUMMARIES and "json" not in taken else []
+        # Not asked for its rules: no settings are made, only the words that they have.
+        extended: Any = make_dataclass(settings.__name__, more, bases=(settings,), frozen=True, kw_only=True)
+        extended.__doc__ = settings.__doc__
+        choice = Annotated[extended, tyro.conf.subcommand(name)]
+        union = choice if union is None else union | choice
+    return union
+
+
 def _run(settings: _Settings) -> int:
     if isinstance(settings, DemoSettings):
         from trimtab.experiments.demo import run_demo
 
+        replaced = replaced_demo(settings)
+        if replaced is not None:
+            print(f"trimtab: {replaced}", file=sys.stderr)
         run_demo(settings)
     elif isinstance(settings, TrainSettings):
         from trimtab.experiments.train import run_train
@@ -208,6 +300,7 @@ def _run(settings: _Settings) -> int:
 
         run_plan(settings)
     elif isinstance(settings, EvalSettings):
+        settings.check_path()
         from trimtab.experiments.evaluation import run_eval
 
         run_eval(settings)
@@ -260,13 +353,16 @@ def _write_report(settings: ReportSettings) -> None:
 def _show_runs(settings: RunsSettings) -> None:
     from rich.console import Console
 
+    from trimtab.report.for_machines import plain_summary
     from trimtab.report.runs_table import runs_table, summaries
 
-    found = summaries(settings.path)
+    found, refused = summaries(settings.path)
     if settings.json:
-        print(json.dumps([asdict(s) | {"path": str(s.path)} for s in found], indent=1))
+        print(json.dumps([plain_summary(one) for one in found], indent=1, allow_nan=False))
     else:
         Console().print(runs_table(found, settings.path))
+    for reason in refused.values():
+        print(f"trimtab: left out: {reason}", file=sys.stderr)
 
 
 def _run_for_machines(settings: _Settings) -> int:
@@ -304,8 +400,11 @@ def _split(words: list[str]) -> tuple[list[str], set[str]]:
     given = own[len(names) :]
     places, options = config_words(read_config(Path(config)), names, settings, given)
     with_places, without = [*names, *places, *given, *options], [*names, *given, *options]
-    # What goes by place has no name by which to see that it is given too; then it is one word too many.
-    return without if not _can_parse(with_places) and _can_parse(without) else with_places, asked
+    # What goes by place has no name by which to see that it is given too. Then it is a word too many, or a longer list.
+    can_parse, parsed = _tried(with_places)
+    if can_parse and parsed is not None and _num_by_place(parsed) > len(places):
+        return without, asked
+    return without if not can_parse and _tried(without)[0] else with_places, asked
 
 
 def _command_of(words: Sequence[str]) -> tuple[list[str], type | None]:
@@ -342,12 +441,18 @@ def _leaf(settings: Any) -> Any:
     return settings
 
 
-def _can_parse(words: list[str]) -> bool:
-    """Whether the words stand for settings, be they valid or not."""
+def _tried(words: list[str]) -> tuple[bool, Any]:
+    """Whether the words stand for settings, be they valid or not; and those of the command itself where they are."""
     silent = io.StringIO()
     try:
         with contextlib.redirect_stderr(silent), contextlib.redirect_stdout(silent):
-            tyro.cli(_Command, prog="trimtab", args=words)
+            return True, _leaf(tyro.cli(_Command, prog="trimtab", args=words))
     except SystemExit as exit_:
-        return _cause_of(exit_) is not None
-    return True
+        return _cause_of(exit_) is not None, None
+
+
+def _num_by_place(settings: Any) -> int:
+    """How many words these settings take by place."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    values = [getattr(settings, name) for name, hint in hints.items() if is_place(hint)]
+    return sum(len(value) if isinstance(value, tuple) else 1 for value in values)

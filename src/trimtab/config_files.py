@@ -12,7 +12,12 @@ import tyro
 
 from trimtab.errors import ConfigError, MissingExtraError, nearest_names
 
-__all__ = ["as_yaml", "config_words", "read_config"]
+__all__ = ["as_yaml", "config_words", "is_place", "read_config"]
+
+
+def is_place(hint: Any) -> bool:
+    """Whether a setting of this type is given by its place on the command line, and has no option."""
+    return tyro.conf.Positional in getattr(hint, "__metadata__", ())
 
 
 def config_words(
@@ -31,7 +36,7 @@ def config_words(
             raise ConfigError(str(name), value, f"trimtab {' '.join(names)} has no such setting.", remedy)
         if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, list | dict) for v in value)):
             raise ConfigError(name, value, "it is a value or a list of values.", "Write one.")
-        if tyro.conf.Positional in getattr(hints[name], "__metadata__", ()):
+        if is_place(hints[name]):
             places += map(str, value) if isinstance(value, list) else [str(value)]
             continue
         option = "--" + name.replace("_", "-")

@@ -8,6 +8,7 @@ alarms are judged just before it.
 from __future__ import annotations
 
 import atexit
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -213,8 +214,10 @@ class Guard:
         self._detached = False
         self._at_exit = _ResolveAtExit(self)
         self._damping = bool(getattr(policy, "damping", False))
+        heard: list[warnings.WarningMessage] = []
         if recipe is not None:
-            self.conversion = recipe.convert(model, self._units)
+            with self._journal.hearing() as heard:
+                self.conversion = recipe.convert(model, self._units)
         self._watch = OptimizerWatch(self._parameters)
         self._watch.on_step = self._on_optimizer_step
         self._cadence: Cadence | BackwardCadence = Cadence(self._watch)
@@ -223,6 +226,7 @@ class Guard:
         # The hook, and with it the model, keeps the guard alive; nothing else needs to.
         self._loss_hook = model.register_forward_hook(LossHook(self._losses, owner=self))
         try:
+            self._journal.say_heard(heard)
             switchable = {u.name for u in self.conversion.units} if self.conversion is not None else set()
             self._switch_index = [i for i, name in enumerate(self.units) if name in switchable]
             if with_stats and recipe is not None and self.conversion is not None:
@@ -588,6 +592,14 @@ class Guard:
     def __exit__(self, *exc: object) -> None:
         # What ended in an exception must not look like a whole run.
         self.close(finished=exc[0] is None)
+
+    def __repr__(self) -> str:
+        """One line; asks for no decision, and so never waits for the device."""
+        kinds = f"{len(self.units)} units, {len(self._switch_index)} of them recoverable"
+        if self._detached:
+            return f"<Guard of {type(self.model).__name__}: {kinds}, step {self.num_steps}, detached>"
+        active = len(self._forced) if self._forced is not None else int(self._active_flags().sum())
+        return f"<Guard of {type(self.model).__name__}: {kinds}, step {self.num_steps}, {active} active>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model is a plain model: nothing watches it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _LONGEST_WAIT_S = 2.0
 class Journal:
     """The guard's side of the run record; without one, only warnings go out.
 
+    What is said before the record is open belongs to the run too: it is held back, and is written first.
+
     Attributes:
         writer: The record's writer, or None.
         step: Optimizer steps observed so far; events fall on it unless they say otherwise.
@@ -43,6 +46,7 @@ class Journal:
         self._products: Any = None
         self.knows_products = False
         self._row_without_lr: int | None = None
+        self._held_back: list[tuple[str, int, str, dict[str, Any]]] | None = []
 
     def open(self, record: str | Path | None, description: Mapping[str, Any]) -> None:
         """Open the record, on rank 0 alone.
@@ -51,6 +55,10 @@ class Journal:
         """
         if record is not None and _is_writing_rank():
             self.writer = RunWriter(record, **description)
+        held_back, self._held_back = self._held_back or [], None
+        for event in held_back:
+            if self.writer is not None:
+                self.writer.write_event(*event)
 
     def write(self, pending: Pending, decided: Decided) -> None:
         """Write a step's row, once its decision is taken."""
@@ -96,9 +104,12 @@ class Journal:
             self.writer.annotate_step(step, lr=lr)
 
     def event(self, kind: str, data: Mapping[str, Any], place: str = "", step: int | None = None) -> None:
-        """Write an event."""
+        """Write an event, or hold it back until it is known whether there is a record."""
+        event = (kind, self.step if step is None else step, place, dict(data))
         if self.writer is not None:
-            self.writer.write_event(kind, self.step if step is None else step, place, dict(data))
+            self.writer.write_event(*event)
+        elif self._held_back is not None:
+            self._held_back.append(event)
 
     def note_products(self, products: Any) -> None:
         """Note which products a recipe's paths were made of, the device's or emulated ones, when that has changed."""
@@ -113,6 +124,35 @@ class Journal:
             self._said.add(key)
             self.event("warning", {"message": message})
             warnings.warn(message, TrimtabWarning, stacklevel=3)
+
+    def say_heard(self, heard: Iterable[warnings.WarningMessage]) -> None:
+        """Say what ``hearing`` has collected, of the line of the user's that it was said of; as ``say_once`` does."""
+        for one in heard:
+            message = str(one.message)
+            if message not in self._said:
+                self._said.add(message)
+                self.event("warning", {"message": message})
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+    @contextlib.contextmanager
+    def hearing(self) -> Iterator[list[warnings.WarningMessage]]:
+        """Collect the warnings of a recipe, which has no journal to tell them to; ``say_heard`` takes them from there.
+
+        A recipe of anyone's calls ``warnings.warn``, and used alone it is right to. What is no warning of trimtab's is
+        shown as ever.
+        """
+        heard: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                # Also what the user's filters pass over, so that the record has it: say_heard asks these filters again.
+                warnings.simplefilter("always", TrimtabWarning)
+                yield heard
+        finally:
+            for one in caught:
+                if issubclass(one.category, TrimtabWarning):
+                    heard.append(one)
+                else:  # it has passed the filters already
+                    warnings.showwarning(one.message, one.category, one.filename, one.lineno, one.file, one.line)
 
     def go_on_from(self, step: int, controller_state: Mapping[str, Any]) -> None:
         """Training goes on after ``step``, with the controller in this state."""

@@ -241,7 +241,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, checkpoint):
     with pytest.raises(ConfigError, match="it holds no checkpoint"):
         find_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
-        EvalSettings(path=tmp_path / "nowhere", tasks=("wikitext",))
+        EvalSettings(path=tmp_path / "nowhere", tasks=("wikitext",)).check_path()
 
 
 @pytest.mark.parametrize(("setting", "value"), [("limit", 0), ("shots", -1), ("batch", 0), ("tasks", ())])

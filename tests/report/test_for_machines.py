@@ -1,12 +1,17 @@
 """What ``trimtab report --json`` and ``trimtab watch --json`` print."""
 
+import io
 import json
+import shutil
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from trimtab.cli import main
+from trimtab.report.runs_table import runs_table, summaries
 from trimtab.report.settings import WatchSettings
 from trimtab.report.watch import watch
 from trimtab.trace import RunWriter, StepRow, UnitRow
@@ -37,6 +42,62 @@ def test_a_report_says_where_the_page_is_and_what_the_runs_amount_to(tmp_path, c
     assert [(run["num_steps"], run["finished"]) for run in told["runs"]] == [(8, True), (4, False)]
     assert told["runs"][0]["num_alarms"] == 1
     assert told["refused"] == []
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path, capsys):
+    with RunWriter(tmp_path / "run", config={}, units=[UnitRow(name="q")]) as writer:
+        writer.write_step(StepRow(step=1, norms=[1.0], active=[False], loss=float("nan")))
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    (run,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert run["last_loss"] is None
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "nan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_records_that_cannot_be_read_are_named_beside_the_others(tmp_path, capsys, more):
+    write(tmp_path / "a", range(1, 9))
+    write(tmp_path / "newer", range(1, 9))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.sqlite").write_bytes(b"")
+    with sqlite3.connect(tmp_path / "newer" / "run.sqlite") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    assert main(["runs", str(tmp_path), *more]) == 0
+    said = capsys.readouterr()
+    assert "newer" not in said.out
+    lines = said.err.splitlines()
+    assert len(lines) == 2
+    for line, part in zip(lines, ("empty file", "schema is version 99"), strict=True):
+        assert line.startswith("trimtab: left out: ")
+        assert part in line
+
+
+def test_where_no_record_can_be_read_each_reason_is_said(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.sqlite").write_bytes(b"")
+    assert main(["runs", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("is an empty file") == 2
+
+
+def test_a_table_with_alarms_has_every_column_at_80(tmp_path):
+    name = "a-name-of-a-run-that-is-rather-long"
+    write(tmp_path / name, range(1, 1001), finished=False)
+    write(tmp_path / "b", range(1, 5))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(runs_table(summaries(tmp_path)[0], tmp_path))
+    said = console.export_text()
+    assert "0.0010" in said
+    assert "unfinished" in said
+    assert "alarms" in said
+    assert all(len(line.rstrip()) <= 80 for line in said.splitlines())
+    assert "".join(line.split()[0] for line in said.splitlines() if line.startswith("a")).startswith("a-name")
 
 
 def test_a_record_that_cannot_be_read_is_named_with_the_reason(tmp_path, capsys):
@@ -98,3 +159,20 @@ def test_there_is_a_line_each_time_that_something_is_new(tmp_path, capsys):
     assert "is no run record" in told[1]["problem"]
     assert (told[-1]["state"], told[-1]["num_starts"]) == ("finished", 2)
     assert all(one.keys() == told[0].keys() for one in told)
+
+
+def test_a_record_that_is_taken_away_has_gone(tmp_path, capsys):
+    folder = tmp_path / "run"
+    write(folder, range(1, 5))
+    acts = iter([lambda: shutil.rmtree(folder)])
+
+    def sleep(_: float) -> None:
+        act = next(acts, None)
+        if act is None:
+            raise KeyboardInterrupt
+        act()
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(WatchSettings(run=folder, json=True), sleep=sleep)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["state"] for one in told] == ["finished", "the record has gone"]

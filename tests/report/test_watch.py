@@ -1,3 +1,5 @@
+import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +32,8 @@ def write(writer: RunWriter, steps: range) -> None:
     assert writer.flush()
 
 
-def printed(draw: Callable[[Console], object], width: int = 200) -> str:
-    console = Console(width=width, record=True, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+def printed(draw: Callable[[Console], object], width: int = 200, terminal: bool = True) -> str:
+    console = Console(width=width, record=True, force_terminal=terminal, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         draw(console)
         return console.export_text()
@@ -79,7 +81,7 @@ def test_what_is_no_record_is_refused_once_and_said_while_watching(tmp_path, cap
     assert "is no run record" in frames(tmp_path, [lambda: None])
 
 
-def frames(path: Path, acts: list[Callable[[], object]]) -> str:
+def frames(path: Path, acts: list[Callable[[], object]], terminal: bool = True) -> str:
     """What is shown while ``acts`` are done one by one, until Ctrl-C."""
     left = iter(acts)
 
@@ -93,7 +95,7 @@ def frames(path: Path, acts: list[Callable[[], object]]) -> str:
         with pytest.raises(KeyboardInterrupt):
             watch(WatchSettings(run=path), console, sleep)
 
-    return printed(draw)
+    return printed(draw, terminal=terminal)
 
 
 def test_watching_survives_a_restart_of_the_writer_and_a_record_that_is_made_anew(tmp_path):
@@ -164,6 +166,47 @@ def test_a_record_that_is_being_written_can_be_watched(tmp_path):
         stop.set()
         looking.join()
     assert problems == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_record_that_is_taken_away_has_gone(tmp_path, terminal):
+    folder = tmp_path / "run"
+    with open_writer(folder) as writer:
+        write(writer, range(1, 4))
+    said = frames(folder, [lambda: shutil.rmtree(folder), lambda: None], terminal)
+    assert "The record has gone." in said
+    assert "There is no record yet" not in said
+    assert "There is no record yet" in frames(folder, [lambda: None], terminal)
+
+
+def test_a_record_without_its_events_is_damaged_and_not_waited_for(tmp_path, capsys):
+    with open_writer(tmp_path) as writer:
+        write(writer, range(1, 4))
+    with sqlite3.connect(tmp_path / "run.sqlite") as database:
+        database.execute("DROP TABLE events")
+    database.close()
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    assert "is damaged or cut short" in capsys.readouterr().err
+    assert "is damaged or cut short" in frames(tmp_path, [lambda: None])
+
+
+def test_where_no_terminal_is_watching_each_change_is_a_plain_line(tmp_path):
+    writer = open_writer(tmp_path)
+
+    def more() -> None:
+        write(writer, range(1, 4))
+
+    def alarm() -> None:
+        writer.write_event("alarm", 3, "layer_0", {"sentence": "The entropy [bold]fell[/bold]."})
+        writer.flush()
+
+    acts = [lambda: None, more, lambda: None, alarm, lambda: writer.close(finished=True), lambda: None]
+    lines = frames(tmp_path, acts, terminal=False).strip().splitlines()
+    assert lines[0] == "not finished, in its first step"
+    assert lines[1] == "step 3; loss 3.1667; recovered 1 of 2 units; not finished"
+    assert lines[2] == lines[1] + "; latest alarm, step 3: The entropy [bold]fell[/bold]."
+    assert lines[3] == lines[2].replace("not finished", "finished")
+    assert len(lines) == 4
 
 
 def test_a_bad_interval_is_refused(capsys):

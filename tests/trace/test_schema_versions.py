@@ -97,7 +97,7 @@ def test_a_record_of_version_1_is_read_and_left_as_it_is(old):
         assert summarize(run).num_steps == NUM_STEPS
         assert run.reading_keys == ()
         assert len(run.readings("router", "entropy")[0]) == 0
-    runs_table(summaries(path.parent), path.parent)
+    runs_table(summaries(path.parent)[0], path.parent)
     assert path.read_bytes() == content
     assert version_of(path) == 1
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.control import Policy, paper, robust
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, MissingExtraError
+from trimtab.experiments.faults.plot import fault_figure
+from trimtab.experiments.picture import demo_figure
 from trimtab.trace import RunWriter, StepRow, UnitRow, open_run, replay
 from trimtab.trace.what_if import (
     MOST_POLICIES,
@@ -263,7 +267,7 @@ def test_thresholds_from_a_record_that_cannot_give_them_are_refused(tmp_path):
     with open_run(_record(tmp_path / "faulty", Policy())) as run, pytest.raises(ConfigError, match="without faults"):
         healthy_thresholds(run, 1.0)
     with open_run(_record(tmp_path / "short", Policy(), faults=False)) as run:
-        with pytest.raises(ConfigError, match="Record at least 2000"):
+        with pytest.raises(ConfigError, match="Record at least 1000 steps"):
             healthy_thresholds(run, 1.0)
         for rate in (0.0, -1.0, float("nan"), 1000.0):
             with pytest.raises(ConfigError, match="false_per_1000"):
@@ -286,3 +290,22 @@ def test_a_picture_is_drawn_of_a_sweep_and_of_policies(tmp_path):
         check_picture(tmp_path / "told.sgv")
     with pytest.raises(ConfigError, match="could not be written"):
         write_picture(told, tmp_path / "nowhere" / "told.html")
+
+
+def test_what_is_told_prints_as_one_line(tmp_path):
+    _record(tmp_path, robust(max_active=1))
+    with open_run(tmp_path) as run:
+        assert repr(replay(run)) == "<Replay of 120 steps, 4 units: 0 unit-steps differ>"
+        told = sweep(run, {"alpha": [1.5, 2.0]})
+    assert repr(told) == "<WhatIf of 120 steps, 4 units: 2 policies (alpha=1.5, alpha=2.0)>"
+    assert "array" not in repr(told.recorded)
+
+
+def test_a_picture_without_plotly_names_the_extra_of_the_docs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.subplots", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'trimtab\[report\]'"):
+        check_picture(Path("told.html"))
+    with pytest.raises(MissingExtraError, match=r"trimtab\[report\]"):
+        fault_figure({}, Path())
+    with pytest.raises(MissingExtraError, match=r"trimtab\[report\]"):
+        demo_figure(Path())

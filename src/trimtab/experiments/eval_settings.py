@@ -41,11 +41,17 @@ class EvalSettings:
     """Print JSON for machines."""
 
     def __post_init__(self) -> None:
-        if not self.path.is_dir():
-            raise ConfigError("path", str(self.path), "there is no such folder.", "Name a checkpoint or a run.")
         if not self.tasks:
             raise ConfigError("tasks", [], "there is nothing to evaluate by.", "Name a task or a file.")
         for setting, least in (("limit", 1), ("shots", 0), ("batch", 1)):
             value = getattr(self, setting)
             if value is not None and value < least:
                 raise ConfigError(setting, value, f"it is at least {least}.", f"Set it to {least} or more.")
+
+    def check_path(self) -> None:
+        """See that there is something to evaluate, before anything heavy is loaded.
+
+        Raises: ConfigError: when there is no such folder.
+        """
+        if not self.path.is_dir():
+            raise ConfigError("path", str(self.path), "there is no such folder.", "Name a checkpoint or a run.")

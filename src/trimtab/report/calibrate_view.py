@@ -21,7 +21,7 @@ def show_calibration(settings: CalibrateSettings) -> None:
 
     from trimtab.monitors import calibrate
     from trimtab.trace import open_run
-    from trimtab.trace.what_if import changed, healthy_thresholds, recorded_policy
+    from trimtab.trace.what_if import changed, healthy_thresholds, recorded_policy, steps_to_calibrate
 
     rate = settings.false_per_1000
     with open_run(settings.path) as run:
@@ -29,7 +29,7 @@ def show_calibration(settings: CalibrateSettings) -> None:
         num_steps = run.num_steps
         if num_steps * rate < 1000:
             allowed = f"unit-steps of one step come together, and {rate:g} in 1,000 is not seen in so few steps."
-            remedy = f"Record at least {-(-1000 // rate):.0f} steps, or allow more."
+            remedy = f"Record at least {steps_to_calibrate(run, rate)} steps, or allow more."
             raise ConfigError("record", f"{num_steps} steps", allowed, remedy)
         rules, left_out = _recorded_rules(run)
         calibration = calibrate(run, rules, rate) if rules else None

@@ -11,9 +11,14 @@ from typing import Any
 from trimtab.errors import RecordError
 from trimtab.report.budget import budget_of
 from trimtab.report.watch_data import RecordTail, active_names, steps_per_second
-from trimtab.trace import Event, open_run, summarize
+from trimtab.trace import Event, RunSummary, open_run, summarize
 
-__all__ = ["page_summary", "tail_summary"]
+__all__ = ["page_summary", "plain_summary", "tail_summary"]
+
+
+def plain_summary(summary: RunSummary) -> dict[str, Any]:
+    """What one record holds, as values that JSON takes: a loss that is no number becomes None."""
+    return {name: _plain(value) for name, value in (asdict(summary) | {"path": str(summary.path)}).items()}
 
 
 def page_summary(page: Path, records: Sequence[Path]) -> dict[str, Any]:
@@ -33,17 +38,20 @@ def page_summary(page: Path, records: Sequence[Path]) -> dict[str, Any]:
         except RecordError as error:
             refused.append({"path": str(record), "reason": str(error)})
             continue
-        runs.append({name: _plain(value) for name, value in (asdict(summary) | {"path": str(summary.path)}).items()})
+        runs.append(plain_summary(summary))
     return {"page": str(page), "runs": runs, "refused": refused}
 
 
-def tail_summary(tail: RecordTail | None, run: Path, problem: str | None = None) -> dict[str, Any]:
+def tail_summary(
+    tail: RecordTail | None, run: Path, problem: str | None = None, *, gone: bool = False
+) -> dict[str, Any]:
     """The present state of a run.
 
     Args:
         tail: The end of its record; None while there is none.
         run: What the user calls the run.
         problem: Why the record cannot be read at present.
+        gone: Whether there was a record before.
 
     Returns: Always the same keys; None where nothing is known.
 
@@ -57,7 +65,7 @@ def tail_summary(tail: RecordTail | None, run: Path, problem: str | None = None)
     if problem is not None:
         return found | {"state": "unreadable"}
     if tail is None:
-        return found
+        return found | {"state": "the record has gone"} if gone else found
     state = "finished" if tail.finished else f"ended: {tail.reason}" if tail.reason else "not finished"
     found |= {"state": state, "num_starts": tail.num_starts}
     found |= {"alarms": _events(tail.alarms), "warnings": _events(tail.warnings)}

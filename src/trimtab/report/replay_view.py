@@ -27,6 +27,7 @@ def show_replay(settings: ReplaySettings) -> int:
     from trimtab.trace.what_if import UNKNOWN, changed, recorded_policy, sweep, verify, what_if, write_picture
 
     with open_run(settings.path) as run:
+        run.events()  # no decision needs them, but what is lost of them is to be told
         if settings.verifies:
             verified, damage = verify(run), run.damage
         else:
@@ -43,7 +44,8 @@ def show_replay(settings: ReplaySettings) -> int:
         if settings.json:
             print(json.dumps({"is_exact": verified.is_exact, **asdict(verified), "notes": notes}, indent=1))
         elif verified.is_exact:
-            said = f"The recorded policy gives exactly the recorded decisions, in all {verified.num_steps} steps."
+            which = f"all {verified.num_steps} steps" + ("" if damage is None else " that can be read")
+            said = f"The recorded policy gives exactly the recorded decisions, in {which}."
             console.print(said, highlight=False)
         else:
             console.print(

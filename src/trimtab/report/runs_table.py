@@ -11,33 +11,41 @@ from rich.table import Table
 
 from trimtab.errors import ConfigError, RecordError
 from trimtab.trace import RunSummary, find_runs, open_run, summarize
+from trimtab.trace.schema import RECORD_NAME
 
 __all__ = ["runs_table", "summaries"]
 
 
-def summaries(path: Path) -> list[RunSummary]:
-    """A summary of each record at or under ``path``.
+def summaries(path: Path) -> tuple[list[RunSummary], dict[Path, str]]:
+    """A summary of each record at or under ``path``, and of those that cannot be read the reason.
 
     Raises:
         ConfigError: when the path does not exist or holds no record.
-        RecordError: when ``path`` itself is a file that is no record.
+        RecordError: when none can be read.
     """
     if not path.exists():
         raise ConfigError(
             "path", str(path), "there is no such file or folder.", "Name a record or a folder of records."
         )
-    found = [path] if path.is_file() else find_runs(path)
+    found = [path] if path.is_file() else sorted({*find_runs(path), *_empty_files(path)})
     if not found:
         raise ConfigError("path", str(path), "no run record is in it.", "Pass record=... to attach to write one.")
     result = []
+    refused: dict[Path, str] = {}
     for record in found:
         try:
             with open_run(record) as run:
                 result.append(summarize(run))
-        except RecordError:
-            if len(found) == 1:
-                raise
-    return result
+        except RecordError as error:
+            refused[record] = str(error)
+    if not result:
+        raise RecordError(" ".join(refused.values()))
+    return result, refused
+
+
+def _empty_files(folder: Path) -> list[Path]:
+    """Records that were stopped before they held anything; to SQLite they are a database of no program."""
+    return [one for one in folder.rglob(RECORD_NAME) if one.is_file() and one.stat().st_size == 0]
 
 
 def runs_table(found: list[RunSummary], folder: Path) -> RenderableType:
@@ -50,11 +58,12 @@ def runs_table(found: list[RunSummary], folder: Path) -> RenderableType:
             facts.add_row(name, escape(value))
         return facts
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("run", overflow="fold", min_width=25)
-    table.add_column("state")
+    # Its names can be folded, figures cannot: where the width is short, it is this column that gives way.
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
     has_alarms = any(s.num_alarms for s in found)
     for heading in ("steps", "units", "recovered", "switches", "faults", *(["alarms"] if has_alarms else []), "loss"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for s in found:
         table.add_row(
             escape(str(_home(s).relative_to(folder)) if _home(s).is_relative_to(folder) else str(_home(s))),

@@ -112,7 +112,7 @@ class ReplaySettings:
     json: bool = False
     """Print JSON for machines."""
     plot: Path | None = None
-    """Draw a picture into this file: .html, .svg, .png or .pdf. Needs the extra "plots"."""
+    """Draw a picture into this file: .html, .svg, .png or .pdf. Needs the extra "report"."""
 
     def __post_init__(self) -> None:
         from trimtab.trace.what_if import check_picture
@@ -143,6 +143,9 @@ class ReplaySettings:
                 remedy = "Write alpha=1.5,2,3 for instance, each setting once."
                 raise ConfigError("sweep", word, "a sweep is settings and their values.", remedy)
             grid[name] = [_value_of(value) for value in values.split(",")]
+            for value in grid[name]:
+                if isinstance(value, str) and name in _NUMBERS:
+                    raise ConfigError(name, value, "it is a number.", f"Write --sweep {name}=1,2, say.")
         return grid
 
     @property
@@ -166,6 +169,10 @@ class CalibrateSettings:
     """Wanted false triggers in 1,000 unit-steps, and false alarms of each rule in 1,000 steps."""
     json: bool = False
     """Print JSON for machines."""
+
+
+_NUMBERS = ("alpha", "beta", "error_limit", "window_steps", "lock_steps", "max_active")
+"""Settings of a policy that no text can be meant for."""
 
 
 def _value_of(word: str) -> Any:

@@ -22,12 +22,15 @@ from trimtab.report.for_machines import tail_summary
 from trimtab.report.settings import WatchSettings
 from trimtab.report.watch_data import RecordTail, active_names, read_tail, steps_per_second
 from trimtab.trace import record_path
+from trimtab.trace.reader import records_below
 
 __all__ = ["frame", "watch"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_UNITS = 12
 _MOST_SWITCHES = 6
+_NOT_YET = "There is no record yet. Waiting for the run to begin …"
+_GONE = "The record has gone."
 _QUIET_S = 60.0
 """Without a new row for so long, a run that is not finished is said to be quiet."""
 
@@ -37,11 +40,17 @@ def watch(
 ) -> None:
     """Show the run until the user stops it; once, when that is asked for. A finished run may be started again.
 
+    Where no terminal is watching, each look at which there was something new is a line.
+
     Raises:
-        RecordError: with ``once``, when the file is no record that can be read. Otherwise that is said in the frame,
-            and looked at again: a writer may be about to put it right.
+        RecordError: when the folder holds no record, but others are below it; and with ``once``, when the file is no
+            record that can be read. Otherwise that is said in the frame, and looked at again: a writer may be about to
+            put it right.
     """
     path = record_path(settings.run)
+    below = None if path.exists() else records_below(path)
+    if below is not None:
+        raise RecordError(f"There is no run record at {path.as_posix()}. {below}")
     if settings.json:
         _watch_for_machines(settings, path, sleep or time.sleep)
         return
@@ -49,14 +58,21 @@ def watch(
     if settings.once:
         console.print(frame(read_tail(path), str(settings.run), 0.0))
         return
+    if not console.is_terminal:
+        _watch_in_lines(settings, path, console, sleep or time.sleep)
+        return
     last: tuple[int, int] | None = None
     changed_at = time.monotonic()
+    seen = False
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
             try:
                 tail, problem = read_tail(path), None
             except RecordError as error:
                 tail, problem = None, str(error)
+            seen = seen or tail is not None
+            if seen and tail is None and problem is None:
+                problem = _GONE
             now = None if tail is None else (tail.num_starts, tail.num_rows)
             if now != last:
                 last, changed_at = now, time.monotonic()
@@ -64,12 +80,55 @@ def watch(
             (sleep or time.sleep)(settings.interval)
 
 
+def _watch_in_lines(settings: WatchSettings, path: Path, console: Console, sleep: Callable[[float], None]) -> None:
+    """A plain line for the present state, and another each time that it is another one: for a pipe or a file."""
+    last: str | None = None
+    seen = False
+    while True:
+        try:
+            tail = read_tail(path)
+            now = _GONE if tail is None and seen else _line(tail)
+            seen = seen or tail is not None
+        except RecordError as error:
+            now = str(error)
+        if now != last:
+            console.print(now, markup=False, highlight=False, soft_wrap=True)
+            console.file.flush()
+        last = now
+        sleep(settings.interval)
+
+
+def _line(tail: RecordTail | None) -> str:
+    """The run in one line."""
+    if tail is None:
+        return _NOT_YET
+    if not tail.rows:
+        return f"{_state(tail, 0.0)}, in its first step"
+    segment, row = tail.rows[-1]
+    parts = [f"step {row.step}"]
+    for label, column in (("loss", "loss"), ("grad norm", "grad_norm")):
+        value = row.scalars[column]
+        if not math.isnan(value) or (column == "loss" and row.loss_given):
+            parts.append(f"{label} {value:.5g}")
+    budget = budget_of(segment.config, sum(unit.recoverable for unit in segment.units))
+    recovered = str(len(active_names(segment, row))) + ("" if budget is None else f" of {budget} units")
+    parts += [f"recovered {recovered}", _state(tail, 0.0)]
+    for kind, events in (("alarm", tail.alarms), ("warning", tail.warnings)):
+        if events:
+            said = events[-1].data.get("sentence") or events[-1].data.get("message") or events[-1].place
+            parts.append(f"latest {kind}, step {events[-1].step}: {said}")
+    return "; ".join(parts)
+
+
 def _watch_for_machines(settings: WatchSettings, path: Path, sleep: Callable[[float], None]) -> None:
     """A line of JSON for the present state, and another each time that it is another one."""
     last: str | None = None
+    seen = False
     while True:
         try:
-            now = json.dumps(tail_summary(read_tail(path), settings.run))
+            tail = read_tail(path)
+            now = json.dumps(tail_summary(tail, settings.run, gone=seen and tail is None))
+            seen = seen or tail is not None
         except RecordError as error:
             if settings.once:
                 raise
@@ -94,7 +153,7 @@ def frame(tail: RecordTail | None, name: str, quiet_s: float, problem: str | Non
     if problem is not None:
         return Panel(Text(f"{problem} Looking again …"), title=Text(name))
     if tail is None:
-        return Panel(Text("There is no record yet. Waiting for the run to begin …"), title=Text(name))
+        return Panel(Text(_NOT_YET), title=Text(name))
     if not tail.rows:
         return Panel(Text(f"{_state(tail, quiet_s)}. In its first step: no row yet."), title=Text(name))
     parts: list[RenderableType] = [_numbers(tail, quiet_s)]

@@ -42,7 +42,7 @@ class RecordTail:
 def read_tail(path: Path, most_rows: int = 120) -> RecordTail | None:
     """Read the end of the record at ``path``, in one moment of it; the file is opened anew, and never written to.
 
-    Returns: None when there is no record yet: no file, an empty one, or one without a segment.
+    Returns: None when there is no record: no file, an empty one, or one without a segment.
 
     Raises:
         RecordError: It is no record, of a newer schema, damaged, or locked.
@@ -56,7 +56,7 @@ def read_tail(path: Path, most_rows: int = 120) -> RecordTail | None:
             segments = read_segments(connection, {})
             return _tail(connection, segments, most_rows) if segments else None
     except (sqlite3.Error, DamagedRowError) as error:
-        if "no such table" in str(error) or not path.is_file():  # its writer is only just making it
+        if not path.is_file():  # it was taken away meanwhile
             return None
         raise RecordError(refusal(path, error)) from None
 

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from trimtab.errors import RecordError
 from trimtab.trace import encoding
+from trimtab.trace.find import find_runs
 from trimtab.trace.readings import read_reading, reading_keys
 from trimtab.trace.rescue import rescue
 from trimtab.trace.rows import Event, UnitRow
-from trimtab.trace.schema import connect_read_only, record_path, refusal, require_record
+from trimtab.trace.schema import RECORD_NAME, connect_read_only, record_path, refusal, require_record
 from trimtab.trace.segments import Segment, count_live_rows, live_segment, live_where, read_segments
 from trimtab.trace.table import (
     DamagedRowError,
@@ -29,7 +30,7 @@ from trimtab.trace.table import (
     selected_columns,
 )
 
-__all__ = ["Run", "open_run"]
+__all__ = ["Run", "open_run", "records_below"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound="RowFold")
@@ -79,7 +80,8 @@ class Run:
         self._units: dict[int, tuple[UnitRow, ...]] = {}
         self._rescued = False
         if not path.is_file():
-            raise RecordError(f"There is no run record at {path.as_posix()}. {_hint(path)}")
+            hint = records_below(path) or "Check the path."
+            raise RecordError(f"There is no run record at {path.as_posix()}. {hint}")
         if path.stat().st_size == 0:
             raise RecordError(f"{path} is an empty file. The run was stopped before it wrote anything.")
         try:
@@ -280,10 +282,13 @@ def _rows(connection: sqlite3.Connection, segments: tuple[Segment, ...]) -> Iter
                 yield segment, decode_row(columns, len(segment.units))
 
 
-def _hint(path: Path) -> str:
-    """What to do about a path without a record."""
+def records_below(path: Path) -> str | None:
+    """Where the records are, in a sentence, when ``path`` has none but its folder has others; None when it has not."""
     folder = path.parent
-    near = sorted(found.parent for found in folder.glob("*/run.sqlite"))[:3] if folder.is_dir() else []
-    if near:
-        return f"There is one at {', '.join(found.as_posix() for found in near)}."
-    return "Check the path."
+    found = find_runs(folder) if folder.is_dir() else []
+    names = [one.parent.as_posix() if one.name == RECORD_NAME else one.as_posix() for one in found]
+    if not names:
+        return None
+    if len(names) == 1:
+        return f"There is one at {names[0]}."
+    return f"{len(names)} records are below {folder.as_posix()}: name one, such as {names[0]}."

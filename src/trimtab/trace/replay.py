@@ -38,6 +38,11 @@ class Replay:
         """Unit-steps in which the replayed active set is not the recorded one."""
         return int(np.count_nonzero(self.steps.active != self.recorded_active))
 
+    def __repr__(self) -> str:
+        """One line; the arrays are in ``steps``."""
+        num_steps, num_units = self.recorded_active.shape
+        return f"<Replay of {num_steps} steps, {num_units} units: {self.num_different} unit-steps differ>"
+
 
 def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) -> Replay:
     """Take a run's decisions again from its recorded norms, channel errors and raised risks, with any policy.

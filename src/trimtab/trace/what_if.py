@@ -40,6 +40,7 @@ __all__ = [
     "check_picture",
     "healthy_thresholds",
     "recorded_policy",
+    "steps_to_calibrate",
     "sweep",
     "verify",
     "what_if",
@@ -97,7 +98,7 @@ class Outcome:
     """Of each fault that was caught, the steps that it lasted before its unit was on the recovery path."""
     num_false: int
     """Unit-steps on the recovery path outside any fault of the unit; a lock that outlasts a fault is among them."""
-    active_counts: NDArray[np.int64]
+    active_counts: NDArray[np.int64] = field(repr=False)
     """Units in the active set of each decision. (T,)"""
 
     @property
@@ -133,6 +134,11 @@ class WhatIf:
     """The settings of a sweep and their values; empty for policies that are no sweep."""
     notes: tuple[str, ...]
     """Why a replay may not be what the run itself would have decided; empty when nothing is missing."""
+
+    def __repr__(self) -> str:
+        """One line; the figures are in ``to_dict()``."""
+        names = ", ".join(self.outcomes)
+        return f"<WhatIf of {len(self.steps)} steps, {self.num_units} units: {len(self.outcomes)} policies ({names})>"
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values, for machines."""
@@ -398,8 +404,7 @@ def healthy_thresholds(run: Run, false_per_1000: float) -> HealthyThresholds:
     if num_faults:
         allowed = "every trigger of a healthy run is false, and in this one some are not."
         raise ConfigError("record", verbatim(f"({num_faults} faults)"), allowed, "Record a run without faults.")
-    policy = run.config.get("policy")
-    from_step = score_settings(policy).get("act_from_step", 0) if isinstance(policy, Mapping) else 0
+    from_step = _first_scored_step(run)
     scores, _ = run.fold(lambda: _Scores(from_step))
     gnmr, delta = (np.concatenate(some) if some else np.zeros(0, np.float32) for some in (scores.gnmr, scores.delta))
     if len(gnmr) * false_per_1000 < 2000:
@@ -407,7 +412,7 @@ def healthy_thresholds(run: Run, false_per_1000: float) -> HealthyThresholds:
             "record",
             verbatim(f"({len(gnmr)} unit-steps with scores)"),
             f"{false_per_1000:g} false triggers in 1,000 cannot be told from none in so few.",
-            f"Record at least {math.ceil(2000 / false_per_1000)} after step {from_step}, or allow more.",
+            f"Record at least {steps_to_calibrate(run, false_per_1000)} steps, or allow more.",
         )
     alpha, beta = (_threshold(some, false_per_1000 / 2000) for some in (gnmr, delta))
     return HealthyThresholds(
@@ -419,6 +424,29 @@ def healthy_thresholds(run: Run, false_per_1000: float) -> HealthyThresholds:
         num_false_recorded=scores.num_flagged if scores.knows_flagged else None,
         num_failed=scores.num_failed,
     )
+
+
+def steps_to_calibrate(run: Run, false_per_1000: float) -> int:
+    """Steps of a healthy run like this one that thresholds for a rate of false triggers need: of scores and of alarms.
+
+    Example:
+        >>> import tempfile
+        >>> from trimtab.trace import RunWriter
+        >>> folder = tempfile.mkdtemp()
+        >>> RunWriter(folder, config={"policy": Policy().to_dict()}, units=[{"name": "q"}]).close()
+        >>> with open_run(folder) as run:
+        ...     steps_to_calibrate(run, 1.0)
+        2000
+    """
+    of_scores = _first_scored_step(run) + math.ceil(2000 / (false_per_1000 * max(len(run.units), 1)))
+    # Unit-steps of one step come together, and an alarm is of a step.
+    return max(of_scores, math.ceil(1000 / false_per_1000))
+
+
+def _first_scored_step(run: Run) -> int:
+    """The step after which the run's policy acts on its scores."""
+    policy = run.config.get("policy")
+    return int(score_settings(policy).get("act_from_step", 0)) if isinstance(policy, Mapping) else 0
 
 
 def check_picture(path: Path) -> None:
@@ -548,7 +576,7 @@ def _make_subplots() -> Any:
     try:
         from plotly.subplots import make_subplots
     except ImportError:
-        raise MissingExtraError("The picture", "plotly", "plots") from None
+        raise MissingExtraError("The picture", "plotly", "report") from None
     return make_subplots
 
 

@@ -58,7 +58,7 @@ def fault_figure(summary: Mapping[str, Any], folder: Path) -> Any:
     try:
         from plotly.subplots import make_subplots
     except ImportError:
-        raise MissingExtraError("The picture", "plotly", "plots") from None
+        raise MissingExtraError("The picture", "plotly", "report") from None
     models = list(summary["models"])
     rows = [row for row in _ROWS if "moe" in models or row[1] != "router"]
     titles = [title for title, *_ in rows] + [_LOSS_ROW]
