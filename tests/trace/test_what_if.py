@@ -20,15 +20,13 @@ from trimtab.trace import RunWriter, StepRow, UnitRow, open_run, replay
 from trimtab.trace.what_if import (
     MOST_POLICIES,
     changed,
-    check_picture,
     healthy_thresholds,
     recorded_policy,
     sweep,
     verify,
     what_if,
-    what_if_figure,
-    write_picture,
 )
+from trimtab.trace.what_if_picture import check_picture, what_if_figure, write_picture
 
 UNITS = [UnitRow(name="q"), UnitRow(name="k"), UnitRow(name="norm", recoverable=False), UnitRow(name="v")]
 NAMES = [unit.name for unit in UNITS]

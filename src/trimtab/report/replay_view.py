@@ -24,7 +24,8 @@ def show_replay(settings: ReplaySettings) -> int:
 
     from trimtab.control import preset
     from trimtab.trace import open_run
-    from trimtab.trace.what_if import UNKNOWN, changed, recorded_policy, sweep, verify, what_if, write_picture
+    from trimtab.trace.what_if import UNKNOWN, changed, recorded_policy, sweep, verify, what_if
+    from trimtab.trace.what_if_picture import write_picture
 
     with open_run(settings.path) as run:
         run.events()  # no decision needs them, but what is lost of them is to be told

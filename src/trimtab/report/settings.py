@@ -115,7 +115,7 @@ class ReplaySettings:
     """Draw a picture into this file: .html, .svg, .png or .pdf. Needs the extra "report"."""
 
     def __post_init__(self) -> None:
-        from trimtab.trace.what_if import check_picture
+        from trimtab.trace.what_if_picture import check_picture
 
         for name in self.grid:
             if self.changes.get(name) is not None:
