@@ -59,7 +59,7 @@ def outcome(**arms):
 def test_helped_needs_a_paired_difference_to_random_recovery_above_0():
     found = outcome(gnmr=arm(repaired(0.8, 0.02), title="GNMR"), random=arm(repaired(0.1, 0.02)))
     assert found.outcome == "helped"
-    said = "GNMR: repaired 80% (75 to 85); against random 0.7000 nats a token better (0.7000 to 0.7000)."
+    said = "GNMR: repaired 80% (75 to 85); against random 70 points more (70 to 70)."
     assert found.sentence.startswith(said)
     assert "more than as many units at random" in found.sentence
 
@@ -79,7 +79,7 @@ def test_a_difference_that_changes_from_seed_to_seed_is_not_told_from_random():
 def test_less_than_random_recovery_is_said_as_that():
     found = outcome(gnmr=arm(repaired(0.4, 0.02)), random=arm(repaired(0.8, 0.02)))
     assert found.outcome == "below_random"
-    assert "-0.4000 nats a token better" in found.sentence
+    assert "-40 points more" in found.sentence
     assert "less than as many units at random" in found.sentence
 
 
@@ -126,11 +126,11 @@ def test_where_there_is_no_harm_nothing_is_said_to_be_repaired():
     assert not harm_of(without)["did_harm"]
     assert [v.outcome for v in verdicts_of(without, ["gnmr"])] == ["no_harm"]
     (line,) = scenario_lines(without)
-    assert "**no harm to repair** that these seeds tell, since the interval includes 0" in line
+    assert "**no harm to repair** that these seeds tell, since it is not above 0 on every seed" in line
     assert "The faults cost the low-cost path" in line
-    # A path that is the better one in every seed is no harm either.
-    without["arms"]["static-low-clean"] = arm([3.5, 3.6, 3.71])
-    assert "since it lies below 0" in scenario_lines(without)[0]
+    # Harm on every seed of which one speaks louder than the others together.
+    without["arms"]["static-low-clean"] = arm([2.99, 3.09, 2.6])
+    assert "since it is no more than twice its standard error" in scenario_lines(without)[0]
 
 
 def test_without_faults_the_harm_is_that_of_the_low_cost_path_itself():

@@ -209,7 +209,7 @@ def _harm_note(harm: Mapping[str, Any], is_injected: bool) -> str | None:
         return "With one seed nothing tells harm from chance: no repaired share is told."
     if not harm["did_harm"]:
         cost = "the faults cost the low-cost path" if is_injected else "the low-cost path costs"
-        return f"No harm to repair: the 95% interval of what {cost} reaches down to 0."
+        return f"No harm to repair: what {cost} is not above 0 on every seed, or no more than twice its standard error."
     return None
 
 

@@ -18,7 +18,7 @@ _Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 LEGEND = (
     "Mean±sd over the seeds; (2/3) where only two of three seeds have the figure. over low-cost: against the low-cost "
     "path under the same faults. repaired: share of the loss that the faults, or without faults the low-cost path, "
-    "cost, as a ratio of means, with its 95% interval (Fieller, Student's t, paired seeds). recovered: unit-steps on "
+    "cost, as a ratio of means, with its 95% interval (Student's t, paired seeds). recovered: unit-steps on "
     "the recovery path. promoted: entries into it a unit-step. triggered: observed unit-steps with a risk above 1. "
     "full: steps with no budget left.",
     "caught: faults whose unit was on the recovery path while they lasted; after: how many steps after their start. "

@@ -23,11 +23,12 @@ _RULES = """## How to read it
 - Runs of one seed share weights, data and faults, and are compared seed by seed. Every interval is a 95% one, of
   Student's t over the seeds; with three seeds these are wide, and "not told" does not mean "no effect".
   Each is of one arm by itself: nothing corrects for how many arms are looked at, and of many some mislead by chance.
-- *Repaired*: of that harm, the share that an arm did not suffer, as a ratio of means over seeds with Fieller's
-  interval. There is harm to repair where the interval of its mean lies above 0.
+- *Repaired*: of that harm, the share that an arm did not suffer, as a ratio of means over seeds; its interval takes the
+  harm of each seed as it was. There is harm to repair where it is above 0 on every seed and its mean is more than twice
+  its standard error; one harmless cause in some fourteen passes that with three seeds.
 - It *helped* where that interval lies above 0; *more than at random* where an arm with as many units on the recovery
-  path in each step, chosen at random, lost more, by an interval of the difference above 0. *Next to nothing*: the
-  interval lies within 5% on both sides of 0.
+  path in each step, chosen at random, repaired less, by an interval of the difference of the two shares above 0.
+  *Next to nothing*: the interval lies within 5% on both sides of 0.
 - *Diverged*: a loss is no finite number. Such a seed is never left out: there is then no share. (1/3) after a mean says
   that it is of one seed of three.
 - *Recall*: of the faulty unit-steps, those with a risk above 1. *Event recall*: of the faults, those with one at least

@@ -81,8 +81,12 @@ def harm_of(comparison: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def difference_of(comparison: Mapping[str, Any], arm: str, other: str) -> dict[str, Any]:
-    """By how much the loss of ``arm`` lies above that of ``other``, seed by seed; see ``measures.difference``."""
-    return difference(losses_of(comparison, arm), losses_of(comparison, other))
+    """By what share of the harm the loss of ``arm`` lies above that of ``other``; see ``measures.difference``."""
+    reference = UNQUANTIZED if is_natural(comparison) else CLEAN
+    known = LOW in comparison["arms"] and reference in comparison["arms"]
+    between = [losses_of(comparison, one) for one in (LOW, reference)] if known else [[math.nan], [math.nan]]
+    harms = [low - clean for low, clean in zip(*between, strict=True)]
+    return difference(losses_of(comparison, arm), losses_of(comparison, other), harms)
 
 
 def twin_of(comparison: Mapping[str, Any], arm: str) -> str | None:

@@ -1,6 +1,6 @@
 """Rules that turn the figures of a comparison into plain words. No word here is about a particular result.
 
-Intervals are the 95% ones of ``compare.measures``: Student's t over the seeds, Fieller's for a share.
+Intervals are the 95% ones of ``compare.measures``: Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Verdict:
         outcome: See ``Outcome``.
         share: Repaired share; None where there is none.
         interval: Its interval.
-        random: By how many nats a token its loss lies below that of as many units at random, with the interval.
+        random: By what share of the harm its loss lies below that of as many units at random, with the interval.
         diverged: On how many seeds each arm that matters diverged, in words; empty where none did.
     """
 
@@ -110,7 +110,7 @@ class Verdict:
         if self.share is not None and self.outcome != "no_harm":
             figures = f" repaired {_share_text(self.share, self.interval)}"
             if self.random is not None:
-                figures += f"; against random {_nats_below(*self.random)}"
+                figures += f"; against random {_points_more(*self.random)}"
             figures += "."
         tail = f" Diverged: {self.diverged}." if self.diverged else ""
         return f"{self.title}:{figures} {_OF_OUTCOME[self.outcome]}{tail}"
@@ -226,7 +226,11 @@ def harm_line(comparison: Mapping[str, Any]) -> str:
     figures += f" ({harm['num_seeds']} seeds, from {harm['least']:.4f} to {harm['greatest']:.4f}{around})"
     if harm["did_harm"]:
         return f"{figures}."
-    why = "it lies below 0" if interval is not None and interval[1] < 0 else "the interval includes 0"
+    why = (
+        "it is not above 0 on every seed"
+        if harm["least"] is not None and harm["least"] <= 0
+        else "it is no more than twice its standard error"
+    )
     return f"{figures}: **no harm to repair** that these seeds tell, since {why}."
 
 
@@ -263,17 +267,17 @@ def direct_line(comparison: Mapping[str, Any], gnmr: str, direct: str | None) ->
         if high < 0
         else "Neither is told to repair more."
     )
-    return f"{titles[0]} against {titles[1]}: {_nats_below(over['mean'], over['interval'])}. {told}"
+    return f"{titles[0]} against {titles[1]}: {_points_more(over['mean'], over['interval'])}. {told}"
 
 
-def _nats_below(mean: float, interval: Sequence[float]) -> str:
-    """A positive figure is a lower loss.
+def _points_more(mean: float, interval: Sequence[float]) -> str:
+    """A positive figure is more of the harm repaired.
 
     Example:
-        >>> _nats_below(0.5, (0.25, 0.75))
-        '0.5000 nats a token better (0.2500 to 0.7500)'
+        >>> _points_more(0.5, (0.25, 0.75))
+        '50 points more (25 to 75)'
     """
-    return f"{mean:.4f} nats a token better ({interval[0]:.4f} to {interval[1]:.4f})"
+    return f"{100 * mean:.0f} points more ({100 * interval[0]:.0f} to {100 * interval[1]:.0f})"
 
 
 def _share_text(share: float, interval: Sequence[float] | None) -> str:
