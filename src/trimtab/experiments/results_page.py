@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.experiments.papers.experiment import EXPERIMENTS
+from trimtab.experiments.papers.experiment import EXPERIMENTS, tables_of
 from trimtab.experiments.papers.page import results_page
 
 __all__ = ["find_summaries", "main"]
@@ -41,7 +41,9 @@ def find_summaries(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         if name in found:
             allowed = f"it holds two runs of the experiment {name!r} ({found[name][0]} and {path})."
             raise ConfigError("folder", str(folder), allowed, "Move one of them elsewhere.")
-        found[name] = (str(path.relative_to(folder.parent)), content)
+        # Made anew, as all that the page says is: by the same rules, whatever they were when the run ended.
+        tables = tables_of(name, content["comparisons"])
+        found[name] = (str(path.relative_to(folder.parent)), content | {"tables": tables})
     if not found:
         allowed = "no summary.json of an experiment is in it."
         raise ConfigError("folder", str(folder), allowed, "Run trimtab experiment activations first.")

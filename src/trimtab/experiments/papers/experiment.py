@@ -23,7 +23,7 @@ from trimtab.experiments.settings import prepare_folder, write_whole
 from trimtab.experiments.source import source_of
 from trimtab.experiments.versions import package_versions
 
-__all__ = ["EXPERIMENTS", "command_of", "run_paper_experiment"]
+__all__ = ["EXPERIMENTS", "command_of", "run_paper_experiment", "tables_of"]
 
 EXPERIMENTS: Mapping[str, Experiment] = {one.name: one for one in (ACTIVATIONS, DEEPSEEK, LORA, MOE)}
 """Every experiment by its name on the command line."""
@@ -84,7 +84,7 @@ def run_paper_experiment(
         )
         found[one.name] = {**_kept(summary), **_about(one)}
         console.print(f"{one.name} ({one.regime}): {summary.get('seconds', 0):.0f} s", highlight=False)
-    tables = [table for layout in experiment.layouts if (table := make_table(layout, found)) is not None]
+    tables = tables_of(experiment.name, found)
     whole = {
         "experiment": experiment.name,
         "title": experiment.title,
@@ -125,6 +125,12 @@ def command_of(settings: PapersSettings) -> str:
     words += ["--only", *settings.only] if settings.only else []
     words += ["--data", *map(str, settings.data)] if settings.data else []
     return shlex.join(words)
+
+
+def tables_of(name: str, comparisons: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tables of an experiment, from the summaries of its comparisons."""
+    made = (make_table(layout, comparisons) for layout in EXPERIMENTS[name].layouts)
+    return [table for table in made if table is not None]
 
 
 def _chosen(experiment: Experiment, settings: PapersSettings) -> Sequence[Scenario]:
