@@ -284,10 +284,19 @@ def test_the_page_says_where_recovery_helped_and_where_not_and_of_which_commit(w
         "| deepseek | harmed | GNMR, published (1.5, 1.3) | 12.5% | 25.0% | - | - | - |",
         "| deepseek | harmed | channel error | 100.0% | 100.0% | 75.0% | `direct` | 90% (85 to 95) |",
         "With the channel error more was repaired than by gradient norms alone.",
-        "### A table",
         "- A note.",
     ):
         assert words in text, words
+
+
+def test_tables_are_made_anew_from_the_figures(tmp_path):
+    (tmp_path / "runs").mkdir()
+    content = summary(**{"injected-e2m3": comparison(gnmr=arm(repaired(0.5, 0.02), full_share=0.25))})
+    (tmp_path / "runs" / "summary.json").write_text(json.dumps(content))
+    page = results_page(find_summaries(tmp_path / "runs"))
+    assert "### A table" not in page
+    assert "### Injected, E2M3: quality and triggers" in page
+    assert "25.0%" in page
 
 
 def test_a_page_of_nothing_or_of_two_runs_of_one_experiment_is_refused(written, tmp_path, capsys):
