@@ -181,6 +181,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{_PROPERTY}: " + ", ".join(f"{n} {fate}" for fate, n in fates.most_common()))
 
 
+@pytest.fixture(autouse=True)
+def _fresh_compiler_counters() -> None:
+    """A graph break that an earlier test has counted is no graph break of this one; a reset of dynamo keeps them."""
+    counting = sys.modules.get("torch._dynamo.utils")
+    if counting is not None:
+        counting.counters.clear()
+
+
 @pytest.fixture(scope="session")
 def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """Runs a test file as a script on several ranks, ``file rank folder``, and gives the folder they wrote to."""
