@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,18 @@ from trimtab.faults import Fault, StoredCopyBurst, StoredCopyFaults
 from trimtab.guard import Guard
 from trimtab.precision import Recipe, find_units, measure_saved_bytes
 
-__all__ = ["ARMS", "Arm", "ArmResult", "Trained", "TrainingPlan", "build_model", "catches", "run_arm", "train_arm"]
+__all__ = [
+    "ARMS",
+    "Arm",
+    "ArmResult",
+    "Trained",
+    "TrainingPlan",
+    "build_model",
+    "burst_schedule",
+    "catches",
+    "run_arm",
+    "train_arm",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +88,20 @@ class TrainingPlan:
         act_from = min(40, max(1, round(0.16 * self.num_steps)))
         preset = robust(damping=damping) if max_active is None else robust(damping=damping, max_active=max_active)
         return dataclasses.replace(preset, burn_in_steps=burn_in, act_from_step=act_from)
+
+
+def burst_schedule(num_steps: int) -> dict[str, Any]:
+    """How many bursts fall on a run of this length, and when: 30 in 250 steps, as dense in others; for random_bursts.
+
+    Example:
+        >>> burst_schedule(250)
+        {'num_bursts': 30, 'first_step': 50, 'last_step': 210}
+    """
+    return {
+        "num_bursts": max(1, round(30 * num_steps / 250)),
+        "first_step": max(1, round(0.2 * num_steps)),
+        "last_step": max(1, round(0.84 * num_steps)),
+    }
 
 
 @dataclass(frozen=True, slots=True)

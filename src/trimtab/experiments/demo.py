@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab.errors import MissingExtraError
-from trimtab.experiments.arms import ARMS, ArmResult, TrainingPlan, build_model
+from trimtab.experiments.arms import ARMS, ArmResult, TrainingPlan, build_model, burst_schedule
 from trimtab.experiments.console import arm_table, run_arms
 from trimtab.experiments.recipe_demo import run_recipe_demo
-from trimtab.experiments.settings import DemoSettings, prepare_folder, write_whole
+from trimtab.experiments.settings import DemoSettings, fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
 from trimtab.experiments.versions import package_versions
 from trimtab.faults import StoredCopyBurst, random_bursts
@@ -40,13 +40,7 @@ NOTES = (
 
 def demo_bursts(units: Sequence[str], num_steps: int, seed: int) -> list[StoredCopyBurst]:
     """The demo's faults: 30 in 250 steps, between steps 50 and 210, and as dense in a run of another length."""
-    return random_bursts(
-        units,
-        num_bursts=max(1, round(30 * num_steps / 250)),
-        first_step=max(1, round(0.2 * num_steps)),
-        last_step=max(1, round(0.84 * num_steps)),
-        seed=seed,
-    )
+    return random_bursts(units, seed=seed, **burst_schedule(num_steps))
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str, Any]:
@@ -81,10 +75,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
         f"{source} ({len(corpus.train) / 1e6:.1f}M training tokens), {plan.num_steps} steps an arm, "
         f"{len(bursts)} injected faults, seed {plan.seed}."
     )
-    summary_path = settings.folder / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.folder / "summary.previous.json")
+    summary_path = fresh_summary(settings.folder)
     results = run_arms(ARMS, plan, corpus, settings.folder, console, bursts=bursts)
     summary = _summary(settings, plan, corpus, num_parameters, len(units), bursts, results)
     summary["versions"] = package_versions()

@@ -24,7 +24,7 @@ from trimtab.experiments.arms import Arm, ArmResult, TrainingPlan, build_model
 from trimtab.experiments.console import Column, arm_table, run_arms, single_thread
 from trimtab.experiments.exercise import exercise_summary
 from trimtab.experiments.recipes import RECIPES, make_recipe
-from trimtab.experiments.settings import DemoSettings, prepare_folder, write_whole
+from trimtab.experiments.settings import DemoSettings, fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
 from trimtab.experiments.versions import package_versions
 from trimtab.precision import find_units
@@ -113,10 +113,7 @@ def run_recipe_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         f"{units} units, {'LoRA on a frozen base, ' if needs.needs_adapters else ''}"
         f"{len(corpus.train) / 1e6:.1f}M training tokens, {plan.num_steps} steps an arm, seed {plan.seed}."
     )
-    summary_path = settings.folder / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.folder / "summary.previous.json")
+    summary_path = fresh_summary(settings.folder)
     results = run_arms(recipe_arms(settings.recipe), plan, corpus, settings.folder, console, make_model=make_model)
     with open_run(settings.folder / "records" / "exercised") as run:
         exercise = exercise_summary(run)

@@ -31,6 +31,7 @@ __all__ = [
     "FaultsSettings",
     "HealthySettings",
     "TrainSettings",
+    "fresh_summary",
     "prepare_folder",
     "replaced_demo",
 ]
@@ -423,6 +424,17 @@ def prepare_folder(out: Path) -> None:
         raise ConfigError(
             "out", str(out), f"the folder cannot be written ({error.strerror}).", "Name one that can be."
         ) from None
+
+
+def fresh_summary(folder: Path) -> Path:
+    """Where a run's summary goes: ``summary.json`` in its folder; one that is there already is set aside first.
+
+    A run that is cut short must not leave an older run's summary as if it were its own.
+    """
+    path = folder / "summary.json"
+    if path.exists():
+        path.replace(folder / "summary.previous.json")
+    return path
 
 
 def write_whole(path: Path, content: Any) -> None:

@@ -23,7 +23,7 @@ from trimtab.experiments.compare.summary import summarise
 from trimtab.experiments.compare.table import LEGEND, comparison_table
 from trimtab.experiments.compare_settings import CompareSettings
 from trimtab.experiments.recipes import make_recipe
-from trimtab.experiments.settings import prepare_folder, write_whole
+from trimtab.experiments.settings import fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.source import source_of
 from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
@@ -111,10 +111,7 @@ def _run(
         f"faults: {comparison.faults}, budget {comparison.max_active}; {num_parts} parts in {processes} processes.",
         highlight=False,
     )
-    summary_path = folder / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(folder / "summary.previous.json")
+    summary_path = fresh_summary(folder)
     parts: dict[tuple[str, int], dict[str, Any]] = {}
     every: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -10,6 +10,7 @@ import numpy as np
 
 from trimtab.control.policy import is_real
 from trimtab.errors import ConfigError, nearest_names
+from trimtab.experiments.arms import burst_schedule
 from trimtab.experiments.compare.comparison import Comparison
 from trimtab.faults import Fault, StoredCopyFaults, random_bursts
 from trimtab.faults.outliers import OutlierChannels, OutlierFaults, random_outliers
@@ -70,9 +71,7 @@ def plan_faults(comparison: Comparison, units: Sequence[str], seed: int) -> Plan
         chosen = _checked(settings, {"share": 0.1, "factor": 300.0, "num_channels": None})
         return _permanent(chosen, units, num_steps, seed)
     usual: dict[str, Any] = {
-        "num_bursts": max(1, round(30 * num_steps / 250)),
-        "first_step": max(1, round(0.2 * num_steps)),
-        "last_step": max(1, round(0.84 * num_steps)),
+        **burst_schedule(num_steps),
         "num_steps": None,
         "factor": None,
         "num_channels": None,

@@ -19,7 +19,7 @@ from trimtab.experiments.faults.run import BASE, Part, run_part
 from trimtab.experiments.faults.said import said_of
 from trimtab.experiments.faults.scenarios import scenarios_of
 from trimtab.experiments.faults.table import fault_tables
-from trimtab.experiments.settings import FaultsSettings, prepare_folder, write_whole
+from trimtab.experiments.settings import FaultsSettings, fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
 
@@ -68,10 +68,7 @@ def run_faults(
         f"{processes} processes.",
         highlight=False,
     )
-    summary_path = settings.out / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.out / "summary.previous.json")
+    summary_path = fresh_summary(settings.out)
     parts: dict[str, dict[str, Any]] = {}
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

@@ -17,7 +17,7 @@ from trimtab.errors import MissingExtraError
 from trimtab.experiments.faults.models import ModelKind, WatchedPlan, every_monitor
 from trimtab.experiments.healthy.cases import CASES, HealthyRun, run_healthy_part
 from trimtab.experiments.healthy.rates import false_alarm_rates
-from trimtab.experiments.settings import HealthySettings, prepare_folder, write_whole
+from trimtab.experiments.settings import HealthySettings, fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.versions import package_versions
 from trimtab.experiments.workers import num_processes, run_jobs, text_of
 
@@ -66,10 +66,7 @@ def run_healthy(
         f"each, in {processes} processes.",
         highlight=False,
     )
-    summary_path = settings.out / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.out / "summary.previous.json")
+    summary_path = fresh_summary(settings.out)
     figures: dict[str, dict[str, Any]] = {}
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

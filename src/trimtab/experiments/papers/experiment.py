@@ -19,7 +19,7 @@ from trimtab.experiments.papers.lora import LORA
 from trimtab.experiments.papers.moe import MOE
 from trimtab.experiments.papers.page import scenario_lines, sources_text
 from trimtab.experiments.papers.tables import make_table, markdown_table, rich_tables
-from trimtab.experiments.settings import prepare_folder, write_whole
+from trimtab.experiments.settings import fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.source import source_of
 from trimtab.experiments.versions import package_versions
 
@@ -61,10 +61,7 @@ def run_paper_experiment(
     experiment, began = EXPERIMENTS[settings.name], time.perf_counter()
     scenarios = [change(one) for one in _chosen(experiment, settings)]
     prepare_folder(settings.folder)
-    summary_path = settings.folder / "summary.json"
-    if summary_path.exists():
-        # A run that is cut short must not leave an older run's summary as if it were its own.
-        summary_path.replace(settings.folder / "summary.previous.json")
+    summary_path = fresh_summary(settings.folder)
     source = source_of()
     console.print(
         f"[bold]trimtab experiment {experiment.name}[/bold]: {len(scenarios)} scenarios, "
