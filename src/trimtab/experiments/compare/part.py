@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ from trimtab.experiments.compare.models import earlier_and_later, model_maker, p
 from trimtab.experiments.compare.signals import first_scored_step, signals_of
 from trimtab.experiments.console import single_thread
 from trimtab.experiments.faults.run import corpus_digest
+from trimtab.experiments.parts import figures_of, finished_figures, keep_part
 from trimtab.experiments.recipes import make_recipe
-from trimtab.experiments.settings import write_whole
 from trimtab.experiments.source import source_digest, source_of
 from trimtab.experiments.text import Corpus
 from trimtab.experiments.versions import package_versions
@@ -97,11 +96,7 @@ def run_part(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
         figures = _train_base(part, corpus, folder) if part.arm == BASE else _train(part, corpus, folder)
     figures["warnings"] = list(dict.fromkeys(said))
     figures |= {"seconds": time.perf_counter() - began, "source": _source()}
-    path = _part_path(part, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, {"identity": identity, "figures": figures})
-    # Read back, so that a part that was finished before is the same to the letter.
-    return _read(path)["figures"]
+    return keep_part(_part_path(part, folder), identity, figures)
 
 
 def record_of(part: Part, folder: Path) -> Path:
@@ -301,19 +296,14 @@ def _counts(part: Part, arm: ArmName, folder: Path) -> tuple[int, ...]:
     if arm.reference is None:
         return ()
     reference = Part(comparison=part.comparison, arm=arm.reference, seed=part.seed, data=part.data)
-    return tuple(_read(_part_path(reference, folder))["figures"]["active_counts"])
+    return tuple(figures_of(_part_path(reference, folder))["active_counts"])
 
 
-def _finished(part: Part, identity: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+def _finished(part: Part, identity: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """The figures of a part that is finished with these settings; None where it has to be run."""
-    path = _part_path(part, folder)
-    if not path.exists() or (part.arm == BASE and not _base_path(part, folder).exists()):
+    if part.arm == BASE and not _base_path(part, folder).exists():
         return None
-    try:
-        found = _read(path)
-    except ValueError:
-        return None
-    return found["figures"] if found.get("identity") == identity else None
+    return finished_figures(_part_path(part, folder), identity)
 
 
 def _identity(part: Part, corpus: Corpus) -> dict[str, Any]:
@@ -339,7 +329,3 @@ def _base_path(part: Part, folder: Path) -> Path:
 def _file_name(text: str) -> str:
     """The text as a file may be called anywhere."""
     return "".join(c if c.isalnum() or c in "-._@=" else "+" for c in text)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))

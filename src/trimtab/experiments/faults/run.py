@@ -17,7 +17,7 @@ from trimtab.experiments.console import single_thread
 from trimtab.experiments.faults.models import ModelKind, WatchedPlan
 from trimtab.experiments.faults.scenarios import NUDGE, SCENARIOS, Scenario
 from trimtab.experiments.faults.training import WatchedRun
-from trimtab.experiments.settings import write_whole
+from trimtab.experiments.parts import finished_figures, keep_part
 from trimtab.experiments.text import Corpus
 
 __all__ = ["BASE", "Part", "checkpoint_of", "corpus_digest", "finished_part", "part_identity", "record_of", "run_part"]
@@ -76,23 +76,14 @@ def run_part(part: Part, corpus: Corpus, folder: Path) -> dict[str, Any]:
     shutil.rmtree(record, ignore_errors=True)
     with single_thread():
         figures = _run_base(part, corpus, folder) if part.scenario == BASE else _run_scenario(part, corpus, folder)
-    path = _part_path(part, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, {"identity": identity, "figures": figures})
-    # Read back, so that a part that was finished before is the same to the letter.
-    return _read(path)["figures"]
+    return keep_part(_part_path(part, folder), identity, figures)
 
 
 def finished_part(part: Part, identity: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """The figures of a part that is finished with these settings; None where it has to be run."""
-    path = _part_path(part, folder)
-    if not path.exists() or (part.scenario == BASE and not checkpoint_of(part, folder).exists()):
+    if part.scenario == BASE and not checkpoint_of(part, folder).exists():
         return None
-    try:
-        found = _read(path)
-    except ValueError:
-        return None
-    return found["figures"] if found.get("identity") == identity else None
+    return finished_figures(_part_path(part, folder), identity)
 
 
 def part_identity(part: Part, text_sha256: str) -> dict[str, Any]:
@@ -163,7 +154,3 @@ def _called(name: str) -> Scenario:
 
 def _part_path(part: Part, folder: Path) -> Path:
     return folder / "parts" / f"{part.name}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from trimtab.experiments.console import single_thread
 from trimtab.experiments.faults.models import ModelKind, WatchedPlan
 from trimtab.experiments.faults.run import corpus_digest
 from trimtab.experiments.faults.training import WatchedRun
-from trimtab.experiments.settings import write_whole
+from trimtab.experiments.parts import finished_figures, keep_part
 from trimtab.experiments.text import Corpus
 
 __all__ = ["CASES", "Case", "HealthyRun", "run_healthy_part"]
@@ -85,15 +85,12 @@ def run_healthy_part(part: HealthyRun, corpus: Corpus, folder: Path) -> dict[str
     path = folder / "parts" / f"{part.name}.json"
     about = asdict(part) | {"text": corpus_digest(corpus), "trimtab": __version__, "torch": torch.__version__}
     identity = json.loads(json.dumps(about))
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.get("identity") == identity:
-            return found["figures"]
+    found = finished_figures(path, identity)
+    if found is not None:
+        return found
     with single_thread():
         figures = _run(part, corpus, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, {"identity": identity, "figures": figures})
-    return json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return keep_part(path, identity, figures)
 
 
 def _run(part: HealthyRun, corpus: Corpus, folder: Path) -> dict[str, Any]:
