@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trimtab._version import __version__
 
 if TYPE_CHECKING:
-    from trimtab import control, faults, formats, integrations, monitors, precision, trace
+    from trimtab import control, faults, formats, integrations, monitors, precision, testing, trace
     from trimtab.control import Controller, Decision, Policy
     from trimtab.errors import ConfigError, MissingExtraError, RecordError, TrimtabError, TrimtabWarning
     from trimtab.guard import Guard, attach, detach
@@ -32,7 +32,7 @@ _HOME = {
     "TrimtabError": "trimtab.errors",
     "TrimtabWarning": "trimtab.errors",
 }
-_ROOMS = ("control", "faults", "formats", "integrations", "monitors", "precision", "trace")
+_ROOMS = ("control", "faults", "formats", "integrations", "monitors", "precision", "testing", "trace")
 
 __all__ = [
     "ConfigError",
@@ -53,6 +53,7 @@ __all__ = [
     "integrations",
     "monitors",
     "precision",
+    "testing",
     "trace",
 ]
 
