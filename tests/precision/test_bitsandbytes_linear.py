@@ -383,6 +383,19 @@ def test_another_interface_is_refused_naming_the_versions_before_the_model_is_to
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize(("bits", "what"), [(4, "nn.Params4bit"), (8, "functional.int8_vectorwise_quant")])
+def test_an_interface_that_takes_other_arguments_is_refused_before_the_model_is_touched(monkeypatch, bits, what):
+    def moved(renamed):
+        """Takes none of the arguments that are given."""
+
+    where, _, name = what.partition(".")
+    monkeypatch.setattr(getattr(bnb, where), name, moved)
+    model = frozen()
+    with pytest.raises(MissingExtraError, match=r"needs version 0\.50 .* is installed \(.*argument"):
+        convert(model, bits)
+    assert type(model[0]) is nn.Linear
+
+
 def test_importing_the_path_does_not_import_bitsandbytes():
     module = importlib.import_module("trimtab.precision.bitsandbytes_linear")
     assert "bitsandbytes" not in vars(module)

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import trimtab
 from trimtab.errors import ConfigError, TrimtabWarning
-from trimtab.precision import Conversion, Recipe, SavedActivations, find_units
+from trimtab.precision import Conversion, Int8Base, QuantizedGemm, Recipe, SavedActivations, find_units
 
 
 def snapshot(model):
@@ -282,6 +282,101 @@ def test_a_filter_that_catches_the_output_head_is_warned_about_once(tiny_llama, 
     assert len(caught) == 1
     assert caught[0].filename == __file__
     guard.detach()
+
+
+class Plain(nn.Module):
+    """A language model that says neither which its head is nor which its embeddings are."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.tok_embeddings, self.pos_embeddings = nn.Embedding(24, 8), nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})])
+        self.adapter, self.output = nn.Linear(8, 8), nn.Linear(8, 24, bias=False)
+        if tied:
+            self.output.weight = self.tok_embeddings.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("selection", [lambda m, n: isinstance(m, nn.Linear), ["output", "layers.0.up"]])
+def test_a_head_is_warned_about_in_a_model_that_does_not_say_which_it_is(selection, tied):
+    with pytest.warns(TrimtabWarning, match=r"picks the output head \(output\)") as caught:
+        guard = trimtab.attach(Plain(tied), SavedActivations(), units=selection)
+    assert len(caught) == 1
+    guard.detach()
+
+
+def test_embeddings_are_warned_about_in_a_model_that_does_not_say_which_they_are():
+    names = ["tok_embeddings", "pos_embeddings", "layers.0.up"]
+    with pytest.warns(TrimtabWarning, match=r"embeddings \(tok_embeddings\).*embeddings \(pos_embeddings\)") as caught:
+        guard = trimtab.attach(Plain(), SavedActivations(), units=names)
+    assert len(caught) == 1
+    guard.detach()
+
+
+def test_a_container_of_the_embeddings_is_warned_about(tiny_llama):
+    with pytest.warns(TrimtabWarning, match=r"picks the input embeddings \(model\)"):
+        guard = trimtab.attach(tiny_llama(num_layers=1), SavedActivations(), units=["model"])
+    guard.detach()
+
+
+def test_layers_in_blocks_and_beside_them_are_no_head():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trimtab.attach(Plain(), SavedActivations(), units=["layers.0.up", "layers.0.down", "adapter"]).detach()
+
+
+class Quantized(nn.Parameter):
+    """Stands for the weights of quantization libraries."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Noted(nn.Parameter):
+    """A parameter with a note on it, as some frameworks have theirs."""
+
+
+def weights(kind):
+    plain = torch.ones(32, 32)
+    return {
+        "own product": lambda: Quantized(plain, requires_grad=False),
+        "complex": lambda: nn.Parameter(plain.to(torch.complex64)),
+        "float8": lambda: nn.Parameter(plain.to(torch.float8_e4m3fn), requires_grad=False),
+        "empty": lambda: nn.Parameter(torch.ones(0, 32)),
+    }[kind]()
+
+
+@pytest.mark.parametrize("recipe", [SavedActivations(), QuantizedGemm(), Int8Base()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("own product", "its weight is a Quantized, which multiplies in its own way .*: load the model unquantized"),
+        ("complex", "its weight is of torch.complex64"),
+        ("float8", "its weight is of torch.float8_e4m3fn"),
+        ("empty", r"its weight is empty, of shape \(0, 32\)"),
+    ],
+)
+def test_a_weight_that_no_path_can_round_is_refused_with_the_reason(recipe, kind, said):
+    model = nn.Sequential(nn.Linear(32, 32))
+    model[0].weight = weights(kind)
+    with pytest.raises(ConfigError, match=rf"can convert none of them \(0: {said}"):
+        trimtab.attach(model, recipe, units=["0"])
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_parameter_of_a_class_that_multiplies_as_any_other_is_taken():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = Noted(torch.ones(8, 8))
+    with trimtab.attach(model, SavedActivations()) as guard:
+        assert len(guard.conversion.units) == 1
+
+
+@pytest.mark.parametrize("selection", [3, [nn.Linear(2, 2)], [1, 2]])
+def test_what_names_no_modules_is_refused(selection):
+    with pytest.raises(ConfigError, match=r"units=.*a list of names or a filter is needed"):
+        trimtab.attach(nn.Sequential(nn.Linear(2, 2)), units=selection)
 
 
 def test_tied_weights_are_one_unit_and_switch_together(convert, kept, gradients):

@@ -599,6 +599,26 @@ def test_adapters_that_are_merged_into_the_base_are_multiplied_from_the_next_ste
     anew.undo()
 
 
+@every_recipe
+def test_merging_in_the_middle_of_a_step_shows_in_the_next_forward(recipe, tiny_llama):
+    model = adapted(tiny_llama)
+    conversion = convert(model, recipe)
+    conversion.begin_step(1)
+    apart = model(**batch()).logits
+    model.merge_adapter()
+    merged = model(**batch()).logits
+    model.unmerge_adapter()
+    again = model(**batch()).logits
+    conversion.undo()
+    # Where weights were rounded to be merged, they come back to their rounding only.
+    assert torch.allclose(again, apart, atol=1e-3)
+    model.merge_adapter()
+    anew = convert(model, recipe)
+    assert torch.allclose(model(**batch()).logits, merged, atol=1e-3)
+    assert not torch.allclose(merged, model.get_base_model()(**batch()).logits * 0 + apart, atol=1e-9)
+    anew.undo()
+
+
 def test_without_a_cache_weights_are_quantized_in_each_forward_and_backward(monkeypatch):
     model, x = frozen(), torch.randn(5, 16)
     cached = convert(model)

@@ -88,6 +88,13 @@ def test_a_block_computes_its_projections_and_no_router_norm_or_embedding(select
     }
 
 
+def test_an_adapted_head_that_is_named_computes_what_is_adapted():
+    model = adapted("self_attn.q")
+    model.embedding, model.head = nn.Embedding(7, 4), Adapter(nn.Linear(4, 7))
+    model.get_output_embeddings = lambda: model.head
+    assert operators(model, ["head"]) == {"head": ["head.base_layer"]}
+
+
 def test_a_model_named_as_a_whole_computes_everything_but_its_head():
     model = nn.ModuleDict({"body": Model(), "into": linear()})
     found = operators(model, ["body", "into"])

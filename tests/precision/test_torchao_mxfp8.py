@@ -171,11 +171,9 @@ def test_an_input_of_another_dtype_is_refused_on_both_paths_as_by_torch():
 
 def test_a_dtype_that_torchao_cannot_round_is_refused():
     model = layer_of(dtype=torch.float16)
-    conversion = convert(model)
-    with pytest.raises(ConfigError, match=r"dtype=torch.float16: MXFP8 is made of bfloat16 or float32\. Use bfloat16"):
-        model(torch.randn(32, 64, dtype=torch.float16))
-    conversion.route([True])
-    assert model(torch.randn(32, 64, dtype=torch.float16)).dtype is torch.float16
+    with pytest.raises(ConfigError, match=r"its weight is of torch.float16, and MXFP8 is made of bfloat16 or float32"):
+        convert(model)
+    assert type(model[0][0]) is nn.Linear
 
 
 def test_the_products_of_a_gpu_are_of_bfloat16_alone(monkeypatch):
@@ -256,6 +254,18 @@ def test_a_number_of_tokens_that_cannot_be_cut_is_refused_on_the_low_cost_path_a
     free = layer_of()
     convert(free, TorchaoMXFP8(wgrad_with_hp=True))
     assert_equal(everything(free, x), everything(in_mxfp8(layer_of()[0][0], wgrad_with_hp=True), x))
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*instantiated")  # by the compiler itself
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_any_number_of_tokens_is_taken_where_there_is_no_backward(is_compiled):
+    """As torchao's own layer does, when a model in training mode generates."""
+    torch._dynamo.reset()
+    model, x = layer_of(), torch.randn(2, 5, 64)
+    convert(model)
+    with torch.no_grad():
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+        assert torch.equal(run(x), in_mxfp8(layer_of()[0][0])(x))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 32), (32, 48)])

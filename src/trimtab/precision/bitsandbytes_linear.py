@@ -34,6 +34,7 @@ __all__ = ["BitsandbytesConversion", "BitsandbytesLinear"]
 
 QuantType = Literal["nf4", "fp4"]
 
+_FEATURE = "The bitsandbytes path"
 _COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SETTINGS_OF_BITS = {"threshold": 8, "quant_type": 4, "compress_statistics": 4, "compute_dtype": 4}
 
@@ -44,8 +45,8 @@ class BitsandbytesLinear:
 
     Of a plain base layer bitsandbytes's weight is made beside the plain one, which the recovery path multiplies by. It
     takes a byte an element in 8 bits and half a byte in 4, and their scales. It is made anew when the weight is
-    replaced, moved or changed; a change through ``.data``, as merging adapters makes it, is noticed in the first
-    forward of the next step. It is no part of the model, and neither are its bias and ``state_dict()`` touched.
+    replaced, moved or changed, or peft merges adapters into it; another change through ``.data`` is noticed in the
+    first forward of the next step. It is no part of the model, and neither are its bias and ``state_dict()`` touched.
 
     A base that was loaded with ``load_in_8bit`` is taken as it is. Its plain weight is gone, so the error of the weight
     *remains* on the recovery path, which only spares the activations. One that was loaded with ``load_in_4bit`` is
@@ -85,10 +86,14 @@ class BitsandbytesLinear:
         if type(self.bits) is not int or self.bits not in (4, 8):
             raise ConfigError("bits", self.bits, "bitsandbytes has 4 or 8.", "Choose one of the two.")
         check_unit(self.unit)
-        if not (isinstance(self.threshold, (int, float)) and 0 <= self.threshold < float("inf")):
+        if type(self.threshold) not in (int, float) or not 0 <= self.threshold < float("inf"):
             raise ConfigError("threshold", self.threshold, "a magnitude is 0 or more.", "Set it to 0 for none, or 6.")
         if self.quant_type not in ("nf4", "fp4"):
             raise ConfigError("quant_type", self.quant_type, "it is 'nf4' or 'fp4'.", "Choose one of the two.")
+        if type(self.compress_statistics) is not bool:
+            raise ConfigError(
+                "compress_statistics", self.compress_statistics, "it is True or False.", "Choose one of the two."
+            )
         if self.compute_dtype not in (None, *_COMPUTE_DTYPES):
             allowed = "it is torch.float16, torch.bfloat16, torch.float32 or None."
             raise ConfigError("compute_dtype", self.compute_dtype, allowed, "Use one of them.")
@@ -122,6 +127,12 @@ class BitsandbytesLinear:
             MissingExtraError: when bitsandbytes is not installed, or has another interface.
         """
         library = _library()
+        with _known_interface(library):
+            # That a layer can be made is known before the model is touched.
+            if self.bits == 4:
+                _four_bit_linear(library, self, torch.ones(64, 64)).weight.quant_state  # noqa: B018
+            else:
+                library.functional.int8_vectorwise_quant(torch.ones(8, 8, dtype=torch.float16))
 
         def why_not(module: nn.Module, under_fsdp: frozenset[int]) -> str | None:
             return _why_not(library, self.bits, module, under_fsdp)
@@ -209,27 +220,23 @@ class BitsandbytesConversion(FrozenBaseConversion):
         return codes, amax
 
     def _made_four_bit(self, layer: nn.Module) -> Any:
-        weight = plain_weight(layer)
-        settings = {
-            "quant_type": self.recipe.quant_type,
-            "compress_statistics": self.recipe.compress_statistics,
-        }
-        # On no device nothing is drawn for a weight that is replaced at once.
-        module = self._library.nn.Linear4bit(
-            weight.shape[1],
-            weight.shape[0],
-            bias=False,
-            compute_dtype=self.recipe.compute_dtype,
-            device="meta",
-            **settings,
-        )
-        weight = self._library.nn.Params4bit(weight, requires_grad=False, module=module, **settings)
-        # It is quantized by being moved.
-        module.weight = weight.to(weight.device)
-        # Otherwise the first input's dtype would be that of all products. It stays in training mode, for in evaluation
-        # a CPU's weight is packed for inference, where it has no backward.
-        module.compute_type_is_set = True
-        return module
+        return _four_bit_linear(self._library, self.recipe, plain_weight(layer))
+
+
+def _four_bit_linear(library: Any, recipe: BitsandbytesLinear, weight: Tensor) -> Any:
+    """A layer of bitsandbytes, without bias, of a weight (out, in)."""
+    settings = {"quant_type": recipe.quant_type, "compress_statistics": recipe.compress_statistics}
+    # On no device nothing is drawn for a weight that is replaced at once.
+    module = library.nn.Linear4bit(
+        weight.shape[1], weight.shape[0], bias=False, compute_dtype=recipe.compute_dtype, device="meta", **settings
+    )
+    weight = library.nn.Params4bit(weight, requires_grad=False, module=module, **settings)
+    # It is quantized by being moved.
+    module.weight = weight.to(weight.device)
+    # Otherwise the first input's dtype would be that of all products. It stays in training mode, for in evaluation
+    # a CPU's weight is packed for inference, where it has no backward.
+    module.compute_type_is_set = True
+    return module
 
 
 def _int8_product(library: Any, codes: Tensor, amax: Tensor, threshold: float, x: Tensor) -> Tensor:
@@ -257,7 +264,7 @@ def _why_not(library: Any, bits: int, module: nn.Module, under_fsdp: frozenset[i
         return _why_not_int8(library, bits, module)
     reason = why_not_frozen_base(module, under_fsdp)
     if reason is None and is_dtensor(layer.weight):
-        return "FSDP2 shards its weight, and bitsandbytes quantizes whole ones"
+        return "FSDP2 shards its weight already, and bitsandbytes quantizes whole ones: attach before fully_shard"
     if reason is None and layer.weight.dtype not in _COMPUTE_DTYPES:
         return f"its weight is of {layer.weight.dtype}, which bitsandbytes does not quantize"
     return reason
@@ -283,7 +290,6 @@ def _library() -> Any:
 
     Raises: MissingExtraError: when it is not installed, or without what is relied on.
     """
-    feature = "The bitsandbytes path"
     try:
         # On a CPU it says once more which optional kernels are not there.
         with _unsaid("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"):
@@ -291,14 +297,23 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "bitsandbytes":
             raise
-        raise MissingExtraError(feature, "bitsandbytes", "bnb") from None
-    try:
+        raise MissingExtraError(_FEATURE, "bitsandbytes", "bnb") from None
+    with _known_interface(library):
         _ = library.matmul, library.MatmulLtState().threshold, library.nn.Linear8bitLt, library.nn.Linear4bit
         _ = library.nn.Params4bit, library.functional.int8_vectorwise_quant, library.functional.dequantize_4bit
-    except AttributeError as error:
-        found = getattr(library, "__version__", "another one")
-        raise MissingExtraError(feature, "bitsandbytes", "bnb", found=found, needed="0.50") from error
     return library
+
+
+@contextlib.contextmanager
+def _known_interface(library: Any) -> Iterator[None]:
+    """Say which version of bitsandbytes is there and which is needed, should it not have what is relied on."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        found = getattr(library, "__version__", "another one")
+        raise MissingExtraError(
+            _FEATURE, "bitsandbytes", "bnb", found=found, needed="0.50", reason=str(error)
+        ) from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,10 @@ __all__ = [
     "modules_under_fsdp",
     "warn_about_heads",
     "why_not_plain_linear",
+    "why_not_weight",
 ]
+
+_TRAINED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def why_not_plain_linear(module: nn.Module, under_fsdp: Container[int]) -> str | None:
@@ -43,9 +46,26 @@ def why_not_plain_linear(module: nn.Module, under_fsdp: Container[int]) -> str |
     weight: Any = module.weight
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight has no shape before the first forward"
+    if (reason := why_not_weight(weight)) is not None:
+        return reason
     if is_dtensor(weight) and not (id(module) in under_fsdp and _is_placed_by_fsdp(weight)):
         return "its weight is sharded by tensor parallelism"
     return None
+
+
+def why_not_weight(weight: Any) -> str | None:
+    """Why ``weight`` is none that a recipe can round and multiply, or None when it is one."""
+    kinds = type(weight).__mro__
+    derived = kinds[: kinds.index(nn.Parameter if nn.Parameter in kinds else torch.Tensor)]
+    is_own = any("__torch_function__" in k.__dict__ or "__torch_dispatch__" in k.__dict__ for k in derived)
+    if is_own and not is_dtensor(weight):
+        return (
+            f"its weight is a {kinds[0].__name__}, which multiplies in its own way and leaves nothing to recover with: "
+            "load the model unquantized"
+        )
+    if weight.dtype not in _TRAINED:
+        return f"its weight is of {weight.dtype}, in which no layer is trained"
+    return None if weight.numel() else f"its weight is empty, of shape {tuple(weight.shape)}"
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -73,16 +93,17 @@ def _is_placed_by_fsdp(weight: Any) -> bool:
 
 
 def warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Say once that a filter has caught the output head, or the input embeddings."""
+    """Say once that a filter has caught the output head, or embeddings."""
     head, embeddings = output_head(model), input_embeddings(model)
     caught = []
     for unit in units:
-        if head is not None and any(m is head for m in unit.modules):
+        held = [m for module in unit.modules for m in module.modules()]
+        if head is not None and any(m is head for m in held):
             caught.append(
                 f"units picks the output head ({unit.name}): its gradient is the largest of the model and is usually "
                 "kept in full precision."
             )
-        if embeddings is not None and any(m is embeddings for m in unit.modules):
+        if any(isinstance(m, nn.Embedding) for m in unit.modules) or any(m is embeddings for m in held):
             caught.append(
                 f"units picks the input embeddings ({unit.name}): looking rows up is no product, and only the rows of "
                 "the step's tokens have a gradient."

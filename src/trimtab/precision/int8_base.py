@@ -48,8 +48,8 @@ class Int8Base:
     training (evaluation without gradients) the layers are the plain ones.
 
     The plain weight stays, since the recovery path multiplies by it: with ``cache_weights`` the int8 copy takes half
-    as many bytes again as a bf16 weight. It is made anew when the weight is replaced, moved or changed; a change
-    through ``.data``, as merging adapters makes it, is noticed in the first forward of the next step.
+    as many bytes again as a bf16 weight. It is made anew when the weight is replaced, moved or changed, or peft
+    merges adapters into it; another change through ``.data`` is noticed in the first forward of the next step.
 
     Args:
         unit: What is switched as one: a projection, an attention or MLP half, or a decoder layer ("block" is the same).

@@ -35,7 +35,8 @@ class Paths:
     Args:
         low: On the low-cost path; None is the module's own.
         high: On the recovery path; None is the module's own.
-        refuses: Says why the low-cost path cannot take an input, or None; asked with its shape before the library is.
+        refuses: Raises where the low-cost path cannot take an input that is to have a backward; asked with its shape
+            before the library is.
     """
 
     low: Forward | None = None
@@ -72,7 +73,7 @@ class LibraryConversion(LinearConversion):
 
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The layer's output on the path in force; None where that is the module's own forward."""
-        forward = self.forward_of(module, x.shape, self.is_active(index))
+        forward = self.forward_of(module, x.shape, self.is_active(index), has_backward=torch.is_grad_enabled())
         if forward is None:
             return None
         # Whatever the library makes of autocast, a path must not show in the dtype of the output.
@@ -86,7 +87,10 @@ class LibraryConversion(LinearConversion):
         outputs = self.outputs_of(module)
         is_cast = torch.is_autocast_enabled(x.device.type)
         x = x.to(_dtype_of_output(x))
-        output: Tensor = _LibraryLinear.apply(x, plain_tensor(weight), plain_tensor(bias), outputs, is_cast, switch.key)
+        has_backward = torch.is_grad_enabled()  # in the function below it never is
+        output: Tensor = _LibraryLinear.apply(
+            x, plain_tensor(weight), plain_tensor(bias), outputs, is_cast, has_backward, switch.key
+        )
         return output
 
     def undo(self) -> None:
@@ -96,15 +100,17 @@ class LibraryConversion(LinearConversion):
             self._on_undo()
             self._on_undo = None
 
-    def forward_of(self, module: nn.Module, shape: torch.Size, active: bool) -> Forward | None:
-        """The forward of a layer on a path; None is its own."""
+    def forward_of(
+        self, module: nn.Module, shape: torch.Size, active: bool, *, has_backward: bool = True
+    ) -> Forward | None:
+        """The forward of a layer on a path; None is its own. Sizes are refused where there will be a backward."""
         paths = self.paths.get(id(module))
         if paths is None:
             warn_about_replicas()
             return None
         if active:
             return paths.high
-        if paths.refuses is not None:
+        if has_backward and paths.refuses is not None:
             paths.refuses(shape)
         return paths.low
 
@@ -116,7 +122,7 @@ class LibraryConversion(LinearConversion):
 
 
 class _LibraryLinear(torch.autograd.Function):
-    """``apply(x, weight, bias, outputs, is_cast, key)``."""
+    """``apply(x, weight, bias, outputs, is_cast, has_backward, key)``."""
 
     @staticmethod
     def forward(
@@ -126,10 +132,11 @@ class _LibraryLinear(torch.autograd.Function):
         bias: Tensor | None,
         outputs: int,
         is_cast: bool,
+        has_backward: bool,
         key: Tensor,
     ) -> Tensor:
         """The output."""
-        output, path = torch.ops.trimtab.library_linear(x, weight, bias, outputs, is_cast, key)
+        output, path = torch.ops.trimtab.library_linear(x, weight, bias, outputs, is_cast, has_backward, key)
         ctx.is_cast = is_cast
         ctx.save_for_backward(x, weight, bias, path, key)
         return output
@@ -147,19 +154,20 @@ class _LibraryLinear(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
 @torch.library.custom_op("trimtab::library_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _library_linear(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, is_cast: bool, key: Tensor
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, is_cast: bool, has_backward: bool, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     conversion, unit, number = _look_up(key)
     active = conversion.is_active(unit)
     # A library's own tensors are met by composite operators otherwise, which they never are in eager mode.
     module = conversion.layers[number]
     with _autograd_within_an_operator(), torch.no_grad(), weights_of(module, weight, bias):
-        output = _forward(conversion, number, x.detach(), active, is_cast)
+        output = _forward(conversion, number, x.detach(), active, is_cast, has_backward)
     output = output.contiguous()
     # An operator's output may not be its input.
     return output.clone() if output.data_ptr() == x.data_ptr() else output, torch.tensor(active, device="cpu")
@@ -167,7 +175,7 @@ def _library_linear(
 
 @_library_linear.register_fake
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, is_cast: bool, key: Tensor
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, outputs: int, is_cast: bool, has_backward: bool, key: Tensor
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], outputs), dtype=x.dtype), torch.empty((), dtype=torch.bool, device="cpu")
 
@@ -191,7 +199,7 @@ def _library_linear_backward(
         leaf, *own = leaves
         assert leaf is not None
         with weights_of(module, *own):
-            output = _forward(conversion, number, leaf, bool(path), is_cast)
+            output = _forward(conversion, number, leaf, bool(path), is_cast, has_backward=True)
     wanted = [t if n else None for t, n in zip(leaves, needs, strict=True)]
     found = iter(torch.autograd.grad(output, [t for t in wanted if t is not None], grad))
     return tuple(grad.new_empty((0,)) if t is None else next(found).contiguous() for t in wanted)  # type: ignore[return-value]
@@ -223,9 +231,11 @@ def _autograd_within_an_operator() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def _forward(conversion: LibraryConversion, number: int, x: Tensor, active: bool, is_cast: bool) -> Tensor:
+def _forward(
+    conversion: LibraryConversion, number: int, x: Tensor, active: bool, is_cast: bool, has_backward: bool
+) -> Tensor:
     module = conversion.layers[number]
-    forward = conversion.forward_of(module, x.shape, active) or own_forward(module)
+    forward = conversion.forward_of(module, x.shape, active, has_backward=has_backward) or own_forward(module)
     # Autocast is off in an operator; whether it was on is part of the graph.
     with torch.autocast(x.device.type, dtype=x.dtype if is_cast else None, enabled=is_cast):
         return forward(x).to(x.dtype)

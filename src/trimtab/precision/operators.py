@@ -62,7 +62,7 @@ def _in_container(model: nn.Module, name: str, module: nn.Module) -> list[nn.Mod
     if in_block:
         return [below[innermost_base(n, below)] for n in in_block]
     head = output_head(model)
-    if found := [below[innermost_base(n, below)] for n in anywhere if below[n] is not head]:
+    if found := [below[innermost_base(n, below)] for n in anywhere if n == name or below[n] is not head]:
         return found
     return [module] if num_experts(module) is not None else []
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.precision.convertible import why_not_weight
 from trimtab.precision.linear_conversion import look_up
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def why_not_experts(module: nn.Module) -> str | None:
         return "another recipe has converted it already"
     if "forward" in module.__dict__:
         return "something else has already replaced its forward"
-    return None
+    return next((reason for w in expert_weights(module) if (reason := why_not_weight(w)) is not None), None)
 
 
 def expert_weights(module: Any) -> tuple[Tensor, Tensor]:

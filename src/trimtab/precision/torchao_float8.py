@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, MissingExtraError, verbatim
 from trimtab.precision.conversion_plan import Planned, plan_conversion
-from trimtab.precision.convertible import is_dtensor, why_not_plain_linear
+from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.library_linear import Forward, LibraryConversion, Paths
 from trimtab.precision.recipe import PathCost
@@ -88,7 +88,7 @@ class TorchaoFloat8:
                 "Set it to False.",
             )
         check_unit(self.unit)
-        if self.emulate not in (None, True, False):
+        if self.emulate is not None and type(self.emulate) is not bool:
             raise ConfigError("emulate", self.emulate, "it is True, False or None.", "Leave it out.")
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,10 +165,12 @@ def torchao_api(feature: str) -> Iterator[None]:
     """Say which version of torchao is there and which is needed, should what runs inside not find what it relies on."""
     try:
         yield
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torchao":
             raise MissingExtraError(feature, "torchao", "torchao") from error
-        raise MissingExtraError(feature, "torchao", "torchao", found=_version(), needed=TORCHAO_VERSION) from error
+        raise MissingExtraError(
+            feature, "torchao", "torchao", found=_version(), needed=TORCHAO_VERSION, reason=str(error)
+        ) from error
 
 
 def _version() -> str:
@@ -195,8 +197,6 @@ def why_not_for_torchao(module: nn.Module, under_fsdp: frozenset[int]) -> str | 
         return reason
     if linear_class(module) is not nn.Linear:
         return f"torchao has no layer with the transposed weight of a {type(module).__name__}"
-    if type(module.weight) not in (nn.Parameter, Tensor) and not is_dtensor(module.weight):
-        return f"its weight is a {type(module.weight).__name__}, which multiplies in its own way"
     return None
 
 

@@ -34,8 +34,8 @@ class TorchaoInt8Base:
 
     Only the weight is quantized, to one scale an output channel (``Int8WeightOnlyConfig``). torchao's weight is made
     beside the plain one, which the recovery path multiplies by: a byte an element more. It is no part of the model. It
-    is made anew when the weight is replaced, moved or changed; a change through ``.data``, as merging adapters makes
-    it, is noticed in the first forward of the next step. torchao leaves the compiler's settings alone here.
+    is made anew when the weight is replaced, moved or changed, or peft merges adapters into it; another change through
+    ``.data`` is noticed in the first forward of the next step. torchao leaves the compiler's settings alone here.
 
     A base that torchao has quantized already is refused: its own forward multiplies unquantized activations by the
     dequantized weight, and there is no other to recover with. Outside training (evaluation without gradients) the
@@ -151,7 +151,7 @@ def _why_not(module: nn.Module, under_fsdp: frozenset[int]) -> str | None:
         )
     reason = why_not_frozen_base(module, under_fsdp)
     if reason is None and is_dtensor(weight):
-        return "FSDP2 shards its weight, and torchao quantizes whole ones"
+        return "FSDP2 shards its weight already, and torchao quantizes whole ones: attach before fully_shard"
     if reason is None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"its weight is of {weight.dtype}, which torchao does not quantize"
     return reason

@@ -73,11 +73,12 @@ class TorchaoMXFP8:
         for setting, allowed in (
             ("kernel_preference", (*get_args(KernelName), None)),
             ("scale_calculation_mode", get_args(ScaleMode)),
-            ("wgrad_with_hp", (True, False)),
         ):
             value = getattr(self, setting)
             if value not in allowed:
                 raise ConfigError(setting, value, f"it is one of {', '.join(map(repr, allowed))}.", "Use one of them.")
+        if type(self.wgrad_with_hp) is not bool:
+            raise ConfigError("wgrad_with_hp", self.wgrad_with_hp, "it is True or False.", "Use one of the two.")
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration, JSON-able; what came of it is in ``TorchaoConversion.to_dict``."""
@@ -128,6 +129,8 @@ class _MXFP8Layers:
         if reason is not None:
             return reason
         layer: Any = module
+        if layer.weight.dtype not in (torch.bfloat16, torch.float32):
+            return f"its weight is of {layer.weight.dtype}, and MXFP8 is made of bfloat16 or float32"
         if layer.in_features % _BLOCK_SIZE or layer.out_features % _BLOCK_SIZE:
             return (
                 f"it has {layer.in_features} inputs and {layer.out_features} outputs, and MXFP8 needs multiples of "

@@ -290,7 +290,9 @@ def transformer_engine_config(layer_name_pattern: str = ".*") -> str:
     r"""The configuration file of the debug tool, as text, that has TransformerEngine ask our feature.
 
     It is written before there is a model to name layers of, since the tool is initialized before the model is built.
-    Other features for the same layers go into this section, beside ours: a layer may be in one section only. With the
+    Other features for the same layers go into this section, beside ours: a layer may be in one section only. One that
+    switches FP8 off, as ``DisableFP8GEMM`` does, has no effect beside ours, which answers for all products; leave the
+    layers that are to stay in high precision out of ``layer_name_pattern`` instead. With the
     weight cache of ``is_first_microbatch`` leave them out, for TransformerEngine would update a weight of the step
     before in the precision of the step before.
 

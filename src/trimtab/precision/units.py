@@ -176,7 +176,15 @@ def find_units(model: nn.Module, selection: Selection = None, grouping: Grouping
                 "a list of names or a filter is needed.",
                 f"Write [{selection!r}], or say how much is one unit. {_meant(selection)}",
             )
-        picked = [_existing(clean_fqn(n), modules, owners) for n in selection]
+        names = list(selection) if isinstance(selection, Iterable) else [selection]
+        if not all(isinstance(n, str) for n in names):
+            raise ConfigError(
+                "units",
+                selection,
+                "a list of names or a filter is needed.",
+                "Write the names of modules, such as guard.units has them.",
+            )
+        picked = [_existing(clean_fqn(n), modules, owners) for n in names]
         if not picked:
             raise ConfigError("units", [], "at least one unit is needed.", "Name one, or leave units out.")
         inner = sorted(set(picked) - set(_outermost(picked)))
@@ -360,8 +368,22 @@ def _merge_tied(groups: Sequence[tuple[str, list[str]]], owners: dict[str, nn.Mo
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The output head of ``model``, wrapped or not, where one of its modules says which it is."""
-    return _first_said(model, "get_output_embeddings")
+    """The output head of ``model``, wrapped or not: what it says that it is, or else what looks like it.
+
+    Of a model that does not say: the last linear layer outside blocks whose outputs are as many as the rows of its
+    largest embedding, or whose weight is one with an embedding's.
+    """
+    said = _first_said(model, "get_output_embeddings")
+    if said is not None:
+        return said
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not embeddings:
+        return None
+    num_words = max(m.num_embeddings for m in embeddings)
+    weights = {id(m.weight) for m in embeddings}
+    found = [m for n, m in named_modules(model).items() if isinstance(m, nn.Linear) and not _in_block(n)]
+    heads = [m for m in found if m.out_features == num_words or id(m.weight) in weights]
+    return heads[-1] if heads else None
 
 
 def input_embeddings(model: nn.Module) -> nn.Module | None:

@@ -18,9 +18,9 @@ T = TypeVar("T")
 class WeightCopies(Generic[T]):
     """What a path has made of each frozen weight, and makes anew when the weight is another one.
 
-    At each look it is compared by its identity, its place in memory and autograd's count of its changes. A change
-    through ``.data`` is not counted, so at the first look of a step some of its entries are compared too. That waits
-    for the device, at a time when the decision on the step has just done so.
+    At each look it is compared by its identity, its place in memory, autograd's count of its changes and the adapters
+    that are merged into it. Another change through ``.data`` is not counted, so at the first look of a step some of its
+    entries are compared too. That waits for the device, at a time when the decision on the step has just done so.
 
     Args:
         model: The model; of what FSDP2 shards in it, nothing is kept.
@@ -30,6 +30,12 @@ class WeightCopies(Generic[T]):
     def __init__(self, model: nn.Module, make: Callable[[nn.Module], T]) -> None:
         self._model = weakref.ref(model)
         self._make = make
+        # The adapters around a layer, as peft has them, from the outermost.
+        self._around: dict[int, list[weakref.ref[Any]]] = {}
+        for module in model.modules():
+            base: Any = getattr(module, "get_base_layer", None)
+            if hasattr(module, "merged_adapters") and callable(base):
+                self._around.setdefault(id(base()), []).append(weakref.ref(module))
         self._kept: dict[int, _Kept[T]] = {}
         self._sharded: set[int] = set()
         self._unsampled: set[int] = set()
@@ -54,7 +60,8 @@ class WeightCopies(Generic[T]):
             return self.make(layer)
         weight: Any = layer.weight
         kept = self._kept.get(key)
-        if kept is not None and kept.is_of(weight) and (key not in self._unsampled or kept.has_entries_of(weight)):
+        merged = [tuple(a.merged_adapters) for ref in self._around.get(key, ()) if (a := ref()) is not None]
+        if kept is not None and kept.is_of(weight, merged, by_entries=key in self._unsampled):
             self._unsampled.discard(key)
             return kept.copy
         # The old copy goes before the new one is made: there may not be room for both.
@@ -66,26 +73,26 @@ class WeightCopies(Generic[T]):
         if _is_under_fsdp(self._model(), layer):
             self._sharded.add(key)
         else:
-            self._kept[key] = _Kept(weight, copy)
+            self._kept[key] = _Kept(weight, merged, copy)
         return copy
 
 
 class _Kept(Generic[T]):
     """One copy, and what the weight was like that it was made of."""
 
-    __slots__ = ("copy", "sample", "token", "weight")
+    __slots__ = ("copy", "merged", "sample", "token", "weight")
 
-    def __init__(self, weight: Tensor, copy: T) -> None:
+    def __init__(self, weight: Tensor, merged: list[tuple[str, ...]], copy: T) -> None:
         self.weight = weakref.ref(weight)
+        self.merged = merged
         self.token = _token(weight)
         self.sample = _sample(weight).clone()
         self.copy = copy
 
-    def is_of(self, weight: Tensor) -> bool:
-        return self.weight() is weight and self.token == _token(weight)
-
-    def has_entries_of(self, weight: Tensor) -> bool:
-        return torch.equal(self.sample, _sample(weight))
+    def is_of(self, weight: Tensor, merged: list[tuple[str, ...]], by_entries: bool) -> bool:
+        if self.weight() is not weight or self.token != _token(weight) or self.merged != merged:
+            return False
+        return not by_entries or torch.equal(self.sample, _sample(weight))
 
 
 def _token(weight: Tensor) -> tuple[Any, ...]:
@@ -94,7 +101,7 @@ def _token(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    # Adapters that are merged change every entry. An odd step does not stay in one column.
+    # What changes a weight usually changes every entry. An odd step does not stay in one column.
     return weight.detach().reshape(-1)[:: (weight.numel() // 64) | 1]
 
 
