@@ -385,7 +385,7 @@ def test_another_interface_is_refused_naming_the_versions_before_the_model_is_to
 
 @pytest.mark.parametrize(("bits", "what"), [(4, "nn.Params4bit"), (8, "functional.int8_vectorwise_quant")])
 def test_an_interface_that_takes_other_arguments_is_refused_before_the_model_is_touched(monkeypatch, bits, what):
-    def moved(renamed):
+    def moved(renamed, other):
         """Takes none of the arguments that are given."""
 
     where, _, name = what.partition(".")
