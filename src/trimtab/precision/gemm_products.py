@@ -35,7 +35,7 @@ from trimtab.formats import (
     per_token,
 )
 from trimtab.precision.quantizer_stats import MOST_TOKENS
-from trimtab.precision.scaled_products import scaled_product, why_emulated
+from trimtab.precision.scaled_products import attempt
 
 __all__ = ["GemmPath", "Ran", "Scaling", "forward_product", "gradient_products", "quantized"]
 
@@ -115,10 +115,9 @@ def forward_product(
     """
     if path.is_fp8:
         flat = x.reshape(-1, x.shape[-1])
-        reason = why_emulated(flat, weight, path.scaling, path.forward, path.forward)
+        output, reason = attempt(flat, weight, path.scaling, path.forward, path.forward, path.scale_kind)
         ran.note("forward", reason)
-        if reason is None:
-            output = scaled_product(flat, weight, path.scaling, path.forward, path.forward, path.scale_kind)
+        if output is not None:
             output = output.view(*x.shape[:-1], weight.shape[0])
             return output if bias is None else output + bias
     else:
@@ -142,11 +141,9 @@ def gradient_products(
     qg = None
     grad_x = grad_weight = None
     if weight is not None:
-        reason = _why_not_input_gradient(grad, weight, path)
+        grad_x, reason = _input_gradient_of_device(grad, weight, path)
         ran.note("input_gradient", reason)
-        if reason is None:
-            grad_x = scaled_product(grad, weight.t(), path.scaling, path.backward, path.forward, path.scale_kind)
-        else:
+        if grad_x is None:
             qg = _gradient(grad, path)
             grad_x = qg.mm(_weight(weight, path, grad.dtype))
     if x is not None:
@@ -156,12 +153,13 @@ def gradient_products(
     return grad_x, grad_weight
 
 
-def _why_not_input_gradient(grad: Tensor, weight: Tensor, path: GemmPath) -> str | None:
+def _input_gradient_of_device(grad: Tensor, weight: Tensor, path: GemmPath) -> tuple[Tensor | None, str | None]:
+    """The device's product, or None and why it is to be emulated."""
     if not path.is_fp8:
-        return _NO_SUCH_DEVICE
+        return None, _NO_SUCH_DEVICE
     if path.scaling != "tile":
-        return _ALONG_THE_SUM
-    return why_emulated(grad, weight.t(), path.scaling, path.backward, path.forward)
+        return None, _ALONG_THE_SUM
+    return attempt(grad, weight.t(), path.scaling, path.backward, path.forward, path.scale_kind)
 
 
 def _gradient(grad: Tensor, path: GemmPath) -> Tensor:

@@ -8,11 +8,13 @@
 
 A product multiplies codes and applies the scales itself, so it is exact where the emulation rounds code times scale to
 the dtype of ``x``. Before a device is trusted with a kind of product, one small problem is solved both ways on it;
-where it refuses or differs, all products of that kind are emulated, and the reason is kept.
+where it refuses or differs, all products of that kind are emulated, and the reason is kept. One that it refuses for its
+sizes is emulated from then on.
 
 Layouts, for A (M, K) by B (K, N) with B stored by columns: scales per token (M, 1) and (1, N); in tiles (M, K/128) with
-strides (1, M), and (L, N/128) with strides (1, L), where L is K/128 rounded up to a multiple of 4 (cuBLAS, "Scaling
-factors layouts"; torch checks neither everywhere).
+strides (1, M), and (K/128, N/128) with strides (1, L), where L is K/128 rounded up to a multiple of 4. cuBLAS reads the
+latter so ("Scaling factors layouts"); whether torch passes them on where L is not K/128 depends on its version, so that
+is a kind of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from torch import Tensor
 
 from trimtab.formats import Format, Granularity, ScaleKind, fake_quantize, per_block, per_tile, per_token, quantize
 
-__all__ = ["multiplies_fp8", "scaled_product", "why_emulated"]
+__all__ = ["attempt", "multiplies_fp8", "scaled_product", "why_emulated"]
 
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _TILE = 128
+_REFUSALS = (RuntimeError, ValueError, NotImplementedError)
 
-# By device, scaling and grids: None where the device multiplies, or else why it does not.
-_verdicts: dict[tuple[torch.device, str, str, str], str | None] = {}
+# By device, scaling, grids and whether scales are padded: None where the device multiplies, or else why it does not.
+_verdicts: dict[tuple[torch.device, str, str, str, bool], str | None] = {}
+# Why it refused one of these sizes (M, K, N) all the same.
+_refused: dict[tuple[torch.device, str, str, str, int, int, int], str] = {}
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -44,10 +49,28 @@ def why_emulated(a: Tensor, b: Tensor, scaling: str, a_grid: Format, b_grid: For
         return f"the device's FP8 products end in bfloat16, and the layer's in {str(a.dtype)[6:]}"
     if (reason := _why_not_these_sizes(a, b, scaling)) is not None:
         return reason
-    key = (a.device, scaling, a_grid.name, b_grid.name)
+    is_padded = scaling == "tile" and a.shape[1] % (4 * _TILE) != 0
+    key = (a.device, scaling, a_grid.name, b_grid.name, is_padded)
     if key not in _verdicts:
-        _verdicts[key] = _try(a.device, scaling, a_grid, b_grid)
-    return _verdicts[key]
+        _verdicts[key] = _try(a.device, scaling, a_grid, b_grid, is_padded)
+    return _verdicts[key] or _refused.get(_sizes(a, b, scaling, a_grid, b_grid))
+
+
+def attempt(
+    a: Tensor, b: Tensor, scaling: str, a_grid: Format, b_grid: Format, scale_kind: ScaleKind
+) -> tuple[Tensor | None, str | None]:
+    """``scaled_product`` where the device multiplies, or None and why it is to be emulated."""
+    reason = why_emulated(a, b, scaling, a_grid, b_grid)
+    if reason is not None:
+        return None, reason
+    try:
+        return scaled_product(a, b, scaling, a_grid, b_grid, scale_kind), None
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
+        # A trial of one size does not tell of all, and training is not to stop for it.
+        reason = _refused[_sizes(a, b, scaling, a_grid, b_grid)] = _as_reason(error)
+        return None, reason
 
 
 def scaled_product(
@@ -73,7 +96,7 @@ def scaled_product(
         summed = b_scale.shape[1]
         padded = b_scale.new_ones((b_scale.shape[0], -(-summed // 4) * 4))
         padded[:, :summed] = b_scale
-        b_scale = padded
+        b_scale = padded[:, :summed]
     return torch._scaled_mm(
         qa.codes.view(_FLOAT8[a_grid.name]).contiguous(),
         qb.codes.view(_FLOAT8[b_grid.name]).contiguous().t(),
@@ -98,16 +121,27 @@ def _why_not_these_sizes(a: Tensor, b: Tensor, scaling: str) -> str | None:
     return "there are no tokens" if not m else None
 
 
-def _try(device: torch.device, scaling: str, a_grid: Format, b_grid: Format) -> str | None:
+def _sizes(
+    a: Tensor, b: Tensor, scaling: str, a_grid: Format, b_grid: Format
+) -> tuple[torch.device, str, str, str, int, int, int]:
+    return a.device, scaling, a_grid.name, b_grid.name, a.shape[0], a.shape[1], b.shape[0]
+
+
+def _as_reason(error: Exception) -> str:
+    return f"the device refuses: {(str(error).splitlines() or [type(error).__name__])[0]}"
+
+
+def _try(device: torch.device, scaling: str, a_grid: Format, b_grid: Format, is_padded: bool) -> str | None:
     """Solve one small problem both ways."""
-    grid = torch.arange(256 * 640, dtype=torch.float32, device=device).reshape(256, 640)
+    channels = 5 * _TILE if is_padded else 4 * _TILE
+    grid = torch.arange(256 * channels, dtype=torch.float32, device=device).reshape(256, channels)
     a, b = torch.sin(grid).bfloat16(), torch.cos(grid * 0.7).bfloat16()
     rows, blocks = _granularities(scaling)
     expected = fake_quantize(a.float(), a_grid, rows) @ fake_quantize(b.float(), b_grid, blocks).t()
     try:
         found = scaled_product(a, b, scaling, a_grid, b_grid).float()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        return f"the device refuses: {str(error).splitlines()[0]}"
+    except _REFUSALS as error:
+        return _as_reason(error)
     # The result is rounded to bfloat16; twice its step leaves room for the order of the sum.
     difference = ((found - expected).abs().amax() / expected.abs().amax()).item()
     return None if difference < 2.0**-7 else f"the device's product differs by {difference:.3g}"
