@@ -378,7 +378,7 @@ def test_every_recipe_trains_and_the_record_shows_that_its_switch_works(tmp_path
     assert exercise["units_forced"] == exercise["units_seen_on_recovery_path"] == 2 * 2
     with open_run(out) as run:
         assert run.config["recipe"]["name"] == recipe
-        assert [event.step for event in run.events("forced")] == [1, 3], "each holds for the step after it"
+        assert [event.step for event in run.events("forced")] == [2, 4]
         assert [event.step for event in run.events("note") if event.data.get("about") == "exercise"] == [2, 4]
         assert [bool((extra or {}).get("routed_by_hand")) for extra in run.steps().extra] == [False, True] * 2
     saved = {path.name for path in (out / "final").iterdir()}

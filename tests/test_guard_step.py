@@ -18,7 +18,7 @@ from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.faults import StoredCopyBurst, StoredCopyFaults
 from trimtab.monitors import BaseMonitor
 from trimtab.monitors.host_copy import HostCopy
-from trimtab.precision import SavedActivations
+from trimtab.precision import QuantizedGemm, SavedActivations
 from trimtab.trace import open_run
 
 WIDTH = 8
@@ -560,6 +560,7 @@ class TestDamping:
 
 
 class TestRouting:
+    @pytest.mark.filterwarnings("ignore:units picks the input embeddings:trimtab.TrimtabWarning")
     def test_units_that_the_recipe_cannot_switch_are_scored_and_never_routed(self, tmp_path):
         model = build()
         names = ["embed", "layers.0.q_proj", "layers.0.gate", "layers.1.q_proj", "norm"]
@@ -611,8 +612,9 @@ class TestRouting:
             assert guard.active == ()
             assert [guard.conversion.bits_in_force(i) for i in range(4)] == [4] * 4
         with open_run(tmp_path) as run:
-            assert run.events("forced")[0].data == {"units": ["layers.0.q_proj", "layers.1.o_proj"]}
-            assert run.steps().extra[1]["routed_by_hand"] == ["layers.0.q_proj", "layers.1.o_proj"]
+            [forced] = run.events("forced")
+            assert (forced.step, forced.data) == (2, {"units": ["layers.0.q_proj", "layers.1.o_proj"]})
+            assert run.steps().extra[1] == {"routed_by_hand": ["layers.0.q_proj", "layers.1.o_proj"]}
             assert not run.steps().extra[0]
 
     @pytest.mark.parametrize("names", [["layers.0.q_porj"], ["norm"]])
@@ -622,6 +624,61 @@ class TestRouting:
             pytest.raises(ConfigError, match="nearest names are"),
         ):
             guard.route(names)
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_step_that_had_begun_under_another_set_says_so(self, late, tmp_path):
+        model = build()
+        with trimtab.attach(model, SavedActivations(), policy=Policy(max_active=0), record=tmp_path) as guard:
+            if late:
+                backward(model)
+            guard.route(["layers.1.o_proj"])
+            backward(model)
+            guard.step()
+            model.zero_grad()
+            backward(model)
+            guard.step()
+        with open_run(tmp_path) as run:
+            first, second = run.steps().extra
+            assert (first or {}).get("routed_late", False) == late
+            assert not second
+
+    def test_an_evaluation_before_it_makes_no_route_late(self, tmp_path):
+        model = build()
+        with trimtab.attach(model, SavedActivations(), policy=Policy(max_active=0), record=tmp_path) as guard:
+            model.eval()
+            with torch.no_grad():
+                model(IDS)
+            model.train()
+            guard.route(["layers.1.o_proj"])
+            backward(model)
+            guard.step()
+        with open_run(tmp_path) as run:
+            assert run.steps().extra[0] == {"routed_by_hand": ["layers.1.o_proj"]}
+
+    @pytest.mark.parametrize("names", [None, 5, [None], [3], b"x", [["layers.0.q_proj"]]])
+    def test_a_route_to_what_is_no_list_of_names_is_refused(self, names):
+        with trimtab.attach(build(), SavedActivations()) as guard, pytest.raises(ConfigError, match="a list of names"):
+            guard.route(names)
+
+    def test_a_detached_guard_routes_nothing(self):
+        guard = trimtab.attach(build(), SavedActivations())
+        guard.detach()
+        with pytest.raises(ConfigError, match="detached"):
+            guard.route(["layers.0.q_proj"])
+
+    def test_the_record_says_what_the_recovery_path_was_made_of_however_late_it_ran(self, tmp_path):
+        model = build()
+        with trimtab.attach(model, QuantizedGemm(), policy=Policy(max_active=0), record=tmp_path) as guard:
+            for step in range(1, 4):
+                if step == 3:
+                    guard.route(["layers.0.q_proj"])
+                model.zero_grad()
+                backward(model)
+                guard.step()
+        with open_run(tmp_path) as run:
+            products = run.events("note")[-1].data["products"]
+        assert products["high_forward"] == "emulated: the device has no FP8 products"
+        assert {name.partition("_")[0] for name in products} == {"low", "high"}
 
     def test_a_route_without_a_recipe_is_refused(self):
         with trimtab.attach(build()) as guard, pytest.raises(ConfigError, match="no recovery path"):

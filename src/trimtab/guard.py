@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,7 @@ class Guard:
         self._deciding, self._num_loads = False, 0
         self._decision: Decision | None = None
         self._forced: list[str] | None = None
+        self._forced_late = False
         self._losses: list[Tensor] = []
         self._step_loss: Tensor | None = None
         self._observed_lr: float | None = None
@@ -312,6 +313,8 @@ class Guard:
         monitored = self._monitors.observe(self.num_steps, reading.norms, self._over_ranks())
         tail.append(monitored.flat)
         extra: dict[str, Any] = {"routed_by_hand": self._forced} if self._forced is not None else {}
+        if self._forced is not None and self._forced_late:
+            extra["routed_late"] = True
         decided: Decided | None = None
         if self._damping:
             # Damping acts on this very step, so this is the one option that waits for the norms here.
@@ -353,22 +356,32 @@ class Guard:
     def route(self, names: Sequence[str]) -> None:
         """Put exactly these units on the recovery path by hand until the next decision; for tests and experiments.
 
-        Raises: ConfigError: when there is no recipe, or a name is no recoverable unit.
+        It holds from here on, so call it before the step's first forward: the row of a step that had begun under
+        another set says ``routed_late``. Between a forward and its backward it is too late, and what checkpointing
+        recomputes would be something else. On several ranks all of them call it with the same names.
+
+        Raises: ConfigError: when the guard is detached, there is no recipe, or a name is no recoverable unit.
         """
+        if self._detached:
+            raise ConfigError("guard", "detached", "a detached guard routes nothing.", "Attach the model again.")
         if self.conversion is None:
             raise ConfigError("route", list(names), "without a recipe there is no recovery path.", "Attach with one.")
         if isinstance(names, str):
             raise ConfigError("route", names, "it is a list of names.", f"Write [{names!r}].")
+        given: list[Any] = list(names) if isinstance(names, Iterable) else [names]
+        if not all(isinstance(name, str) for name in given):
+            raise ConfigError("route", given, "it is a list of names.", "Take them from guard.units.")
         known = dict.fromkeys(self.units[i] for i in self._switch_index)
-        wanted = set(names)
+        wanted = set(given)
         if unknown := wanted.difference(known):
             name = min(unknown)
             near = ", ".join(nearest_names(name, known) or list(known)[:3])
             raise ConfigError("route", name, "it is no recoverable unit.", f"The nearest names are {near}.")
         self.resolve()
         self._forced = [n for n in known if n in wanted]
+        self._forced_late = bool(getattr(self.conversion, "has_run", False))
         self.conversion.route([n in wanted for n in known])
-        self._journal.event("forced", {"units": self._forced})
+        self._journal.event("forced", {"units": self._forced}, step=self.num_steps + 1)
 
     def inject(self, fault: Fault) -> None:
         """Apply a numerical fault on purpose from now on; its start and end go into the record.
@@ -581,6 +594,7 @@ class Guard:
         self._journal.say_once("never", self._cadence.on_end())
         try:
             self.resolve()
+            self._note_products()
         finally:
             self._detached = True
             self._take_everything_away()
@@ -674,10 +688,13 @@ class Guard:
         self._route(decision.active)
         self._journal.write(pending, decided)
         if pending.step % 100 == 1 or not self._journal.knows_products:
-            self._journal.note_products(getattr(self.conversion, "products", None))
+            self._note_products()
         if self._quantizers is not None:
             self._journal.say_once("quantizers", self._quantizers.too_many_for_long(quantizer, self._controller.budget))
         self._alarms.say()
+
+    def _note_products(self) -> None:
+        self._journal.note_products(getattr(self.conversion, "products", None))
 
     def _optimizers_seen(self) -> list[torch.optim.Optimizer]:
         """The model's optimizers, once one has stepped."""

@@ -324,6 +324,5 @@ def test_the_mixture_begins_wholly_on_the_recovery_path(tmp_path, text, monkeypa
     with open_run(settings.summary_folder / "seed0" / "gnmr") as run:
         forced = run.events("forced")
         units = sum(unit.recoverable for unit in run.unit_table)
-    # By the last step that was taken then: before the steps 1 and 2.
-    assert [event.step for event in forced] == [0, 1]
+    assert [event.step for event in forced] == [1, 2]
     assert [len(event.data["units"]) for event in forced] == [units, units]

@@ -46,8 +46,10 @@ def test_a_router_is_no_projection():
         def __init__(self):
             super().__init__()
             self.gate, self.router, self.gate_proj = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 4)
+            self.router_gate, self.modality_router = nn.Linear(4, 2), nn.Linear(4, 2)
+            self.per_layer_input_gate, self.route_proj = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    assert names(nn.Sequential(Block())) == ["0.gate_proj"]
+    assert names(nn.Sequential(Block())) == ["0.gate_proj", "0.per_layer_input_gate", "0.route_proj"]
 
 
 def test_a_plain_sequential_has_its_linear_layers():

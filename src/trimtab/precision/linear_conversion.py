@@ -42,6 +42,7 @@ class LinearConversion(ABC):
         handle: Number by which compiled code finds this conversion again.
         layers: The converted layers, each once, from the input to the loss.
         needs_weight_gradient: Whether a layer with a frozen weight is left to run plainly.
+        has_run: Whether a layer has asked for its route since the step began.
     """
 
     needs_weight_gradient = True
@@ -65,6 +66,7 @@ class LinearConversion(ABC):
         self._step = 1
         self._micro_batch = 0
         self._calls = [0] * len(self.units)
+        self.has_run = False
         found: list[nn.Module] = []
         for index, layers in enumerate(self.operators):
             for module in layers:
@@ -120,6 +122,7 @@ class LinearConversion(ABC):
     def begin_step(self, step: int) -> None:
         """Optimizer step ``step`` begins: micro-batches are counted anew."""
         self._step, self._micro_batch = step, 0
+        self.has_run = False
         self._calls = [0] * len(self.units)
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,6 +146,7 @@ class LinearConversion(ABC):
         # Never in a backward: a forward that checkpointing recomputes there must store what the first one stored.
         if self.pull is not None and not in_backward():
             self._take_route()
+        self.has_run = True
         return self._active[index]
 
     def _take_route(self) -> None:

@@ -24,7 +24,7 @@ what None picks in a model with adapters, with stacked experts, or without block
 # Wrappers put these into names; without them a checkpoint finds its units again under another wrapper.
 _WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 # A router's gate decides where tokens go: it stays in high precision, and is no projection.
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_ROUTER = re.compile(r"gate|shared_expert_gate|(?:.*_)?router(?:_.*)?")
 # Under this name an adapter's layer (LoRA and its kin in peft) holds the layer that it adapts.
 _ADAPTED = "base_layer"
 _NORM_OR_EMBEDDING = re.compile(r"norm(?!al)|embed", re.IGNORECASE)
@@ -103,7 +103,7 @@ def _in_block(fqn: str) -> bool:
     """Whether the name is inside a numbered block, and not that of a router or of a part of one."""
     parts = fqn.split(".")
     block = next((i for i, p in enumerate(parts) if p.isdigit()), len(parts))
-    return block < len(parts) and _ROUTERS.isdisjoint(parts[block:])
+    return block < len(parts) and not any(_ROUTER.fullmatch(part) for part in parts[block:])
 
 
 def find_units(model: nn.Module, selection: Selection = None, grouping: Grouping = "projection") -> list[Unit]:
