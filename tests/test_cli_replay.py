@@ -122,11 +122,17 @@ def test_a_preset_that_needs_the_length_of_the_run_has_it_from_the_record(capsys
     assert one["policy"]["alpha"]["switch_step"] == round(0.025 * 200)
 
 
-def test_an_error_limit_of_0_judges_norms_alone(capsys, faulty):
-    assert main(["replay", str(faulty), "--error-limit", "0", "--json"]) == 0
+@pytest.mark.parametrize("limit", ["error_limit", "amax_limit"])
+def test_a_limit_of_0_judges_norms_alone(capsys, faulty, limit):
+    assert main(["replay", str(faulty), f"--{limit.replace('_', '-')}", "0", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["policies"].values()
-    assert one["policy"]["error_limit"] is None
+    assert one["policy"][limit] is None
     assert one["num_different"] == 0
+    assert main(["replay", str(faulty), f"--{limit.replace('_', '-')}", "12", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (one,) = told["policies"].values()
+    assert one["policy"][limit] == 12
+    assert any(limit in note for note in told["notes"])
 
 
 def test_a_sweep_has_a_row_a_combination_and_a_picture(capsys, faulty, tmp_path):

@@ -23,7 +23,7 @@ from trimtab.control import MatchedRandom, Policy, robust
 from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.monitors.host_copy import HostCopy
 from trimtab.monitors.quantizers import LONG_STEPS
-from trimtab.precision import PathCost, Unit
+from trimtab.precision import PathCost, SavedActivations, Unit
 from trimtab.trace import open_run, replay
 
 NUM_RANKS, WIDTH, NAN, INF = 2, 6, float("nan"), float("inf")
@@ -211,6 +211,21 @@ def test_metrics_say_what_is_known_of_the_latest_step():
         assert not any("/quantizer/" in k for k in guard.metrics())
 
 
+def test_with_detail_metrics_name_what_is_known_of_each_unit_too():
+    with trimtab.attach(build(), Told(), policy=POLICY) as plain:
+        one_step(plain, 0.25, NAN, 0.75)
+        aggregates = {k: v for k, v in plain.metrics().items() if "/quantizer/" in k}
+    with trimtab.attach(build(), Told(), policy=POLICY, monitor_detail=True) as guard:
+        one_step(guard, 0.25, NAN, 0.75)
+        metrics = {k: v for k, v in guard.metrics().items() if "/quantizer/" in k}
+    of_units = {
+        f"trimtab/quantizer/{unit}/{name}": error * factor
+        for unit, error in ((RECOVERABLE[0], 0.25), (RECOVERABLE[2], 0.75))
+        for name, factor in (("error", 1), ("flushed_share", 0.5), ("saturated_share", 0.25), ("amax", 8))
+    }
+    assert metrics == aggregates | of_units
+
+
 def test_the_record_holds_them_and_replay_decides_by_them(tmp_path):
     errors = np.random.default_rng(0).random((30, 3)).astype(np.float32) / 2
     policy = robust(error_limit=0.25, max_active=1, lock_steps=2)
@@ -322,6 +337,113 @@ class TestTooManyForLong:
         with trimtab.attach(build(), Told(), policy=POLICY) as guard:
             for _ in range(LONG_STEPS + 20):
                 one_step(guard, 0.5, 0.1, 0.2)
+
+
+# With this one the largest magnitudes alone decide; the first of a unit is what its later ones are compared with.
+BY_AMAX = Policy(alpha=1e6, beta=1e6, amax_limit=12.0, max_active=1, lock_steps=0)
+
+
+class TestAmaxes:
+    def test_a_unit_whose_amax_jumps_is_routed_and_one_that_was_always_large_is_not(self):
+        with trimtab.attach(build(), Told(), policy=BY_AMAX) as guard:
+            assert guard.conversion.shadow
+            for _ in range(3):
+                assert not one_step(guard, 0.1, 5.0, 0.1).active.any()
+            decision = one_step(guard, 2.0, 5.0, 0.1)
+            assert decision.reasons == ("none", "amax", "none", "none")
+            assert guard.active == RECOVERABLE[:1]
+            assert one_step(guard, 2.0, 5.0, 0.1).active.any()  # it lasts, and does not become the mean at once
+            assert not one_step(guard, 0.1, 5.0, 0.1).active.any()
+
+    def test_a_broken_operand_is_routed_at_once_and_is_not_what_later_ones_are_compared_with(self):
+        with trimtab.attach(build(), Told(), policy=BY_AMAX) as guard:
+            assert one_step(guard, 0.1, INF, 0.1).active.tolist() == [False, False, True, False]
+            assert not one_step(guard, 0.1, 0.1, 0.1).active.any()
+            assert one_step(guard, 0.1, 2.0, NAN).active.tolist() == [False, False, True, False]
+
+    def test_the_record_holds_them_and_replay_decides_by_them_across_a_resume(self, tmp_path):
+        told = np.random.default_rng(0).lognormal(0, 1.5, (40, 3)).tolist()
+        policy = robust(max_active=1, lock_steps=2, burn_in_steps=3, act_from_step=5, amax_limit=4.0)
+        with trimtab.attach(build(), Told(), policy=policy, record=tmp_path) as guard:
+            for values in told[:25]:
+                one_step(guard, *values)
+                if guard.num_steps == 20:
+                    state = guard.state_dict()
+        with trimtab.attach(build(), Told(), policy=policy, record=tmp_path) as guard:
+            guard.load_state_dict(state)
+            reasons = {reason for values in told[20:] for reason in one_step(guard, *values).reasons}
+        assert "amax" in reasons
+        with open_run(tmp_path) as run:
+            made, table = replay(run), run.steps()
+            assert run.config["policy"]["amax_limit"] == 4.0
+            assert table.step.tolist() == list(range(1, 41))
+            assert made.num_different == 0
+            assert made.notes == ()
+            np.testing.assert_array_equal(made.steps.reason, table.reason)
+            assert replay(run, robust(max_active=1, lock_steps=2, burn_in_steps=3, act_from_step=5)).num_different > 0
+
+    def test_quantizers_are_observed_for_them_and_a_limit_that_nobody_observes_for_is_refused(self):
+        policy = MatchedRandom([1], seed=0, scores=BY_AMAX)
+        with trimtab.attach(build(), Told(), policy=policy) as guard:
+            assert guard.conversion.shadow
+        for recipe, setting, message in (
+            (Told(), False, r"^quantizer_stats=False: the policy's amax_limit=12\.0 judges"),
+            (None, None, r"^recipe=None: the policy's amax_limit=12\.0 needs"),
+            (Blind(), None, r"^recipe='blind': the policy's amax_limit=12\.0 needs"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                trimtab.attach(build(), recipe, policy=policy, quantizer_stats=setting)
+
+    def test_more_units_than_the_budget_for_long_are_told_once(self):
+        with trimtab.attach(build(), Told(), policy=BY_AMAX) as guard, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one_step(guard, 0.1, 0.1, 0.1)
+            for step in range(1, LONG_STEPS + 20):
+                one_step(guard, 90.0, 0.1, 90.0)
+                guard.resolve()
+                assert len(caught) == (step >= LONG_STEPS)
+        assert "2 units are above amax_limit=12, and" in str(caught[0].message)
+
+    def test_without_a_limit_a_controller_that_takes_no_amaxes_is_asked_for_none(self):
+        class Older:
+            """A policy of before amaxes."""
+
+            def start(self, units: Sequence[str], recoverable: Sequence[bool]) -> Any:
+                controller = Policy(error_limit=0.25).start(units, recoverable)
+                update = controller.update
+                controller.update = lambda norms, errors=None, risks=None: update(norms, errors, risks)
+                return controller
+
+            def to_dict(self) -> dict[str, Any]:
+                return {"kind": "older"}
+
+        with trimtab.attach(build(), Told(), policy=Older(), quantizer_stats=True) as guard:
+            guard.raise_risk([UNITS[1]])
+            assert one_step(guard, 0.1, 0.1, 0.1).reasons[1] == "raised"
+
+    @pytest.mark.filterwarnings("ignore:guard.step was called twice")
+    def test_channels_that_grow_in_a_run_on_4_bit_activations_are_seen_on_both_paths_while_they_last(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        factor = 1.0
+
+        def enlarge(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+            scale = torch.ones(32)
+            scale[:2] = factor
+            return args[0] * scale
+
+        model[2].register_forward_pre_hook(enlarge)
+        active, reasons = [], set()
+        units = lambda m, fqn: isinstance(m, nn.Linear)  # noqa: E731
+        with trimtab.attach(model, SavedActivations(4, 8), policy=BY_AMAX, units=units) as guard:
+            for step in range(12):
+                factor = 40.0 if 5 <= step < 9 else 1.0
+                model.zero_grad()
+                model(torch.randn(16, 32)).square().mean().backward()
+                reasons |= set(guard.step().reasons)
+                active.append(guard.active)
+        assert active == [()] * 5 + [("2",)] * 4 + [()] * 3
+        assert reasons == {"none", "amax"}
 
 
 # Several ranks

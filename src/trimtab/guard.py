@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trimtab.alarm_response import AlarmAction, AlarmResponse, StopRequest
 from trimtab.control import Decision, LoadReport, robust
-from trimtab.control.protocol import PolicyLike
+from trimtab.control.protocol import PolicyLike, ask
 from trimtab.errors import ConfigError, nearest_names, verbatim
 from trimtab.faults.injected import InjectedFaults
 from trimtab.faults.protocol import Fault
@@ -76,11 +76,12 @@ def attach(
             switch are watched only and never use the budget.
         record: Folder or ``.sqlite`` file of the run record; None keeps none. Only rank 0 writes.
         quantizer_stats: Whether to observe what the low-cost path's quantizers lose of their operands, for the metrics
-            and the record; None does if the policy has an ``error_limit``, and then units on the recovery path are
-            observed too.
+            and the record; None does if the policy has an ``error_limit`` or an ``amax_limit``, and then units on the
+            recovery path are observed too.
         on_alarm: What else is done about an alarm: ``trimtab.monitors.RaiseRisk``, ``StopTraining``, or any callable
             ``(alarm, guard)``.
-        monitor_detail: Whether ``metrics`` names the monitors' values at each place too.
+        monitor_detail: Whether ``metrics`` names the monitors' values at each place too, and the quantizers' of each
+            unit.
         optimizer_in_backward: Whether the optimizer steps inside backward, from hooks of the parameters
             (``register_post_accumulate_grad_hook``). Norms are then taken before those hooks run, and ``step`` comes
             after each backward, for that is a step of its own. Damping, clipping and a loss scaler are refused there.
@@ -186,8 +187,8 @@ class Guard:
     ) -> None:
         if optimizer_in_backward:
             refuse_in_backward(model, damping=bool(getattr(policy, "damping", False)))
-        error_limit = getattr(policy, "error_limit", None)
-        with_stats = wants_quantizer_stats(quantizer_stats, error_limit, recipe)
+        error_limit, amax_limit = (getattr(policy, name, None) for name in ("error_limit", "amax_limit"))
+        with_stats = wants_quantizer_stats(quantizer_stats, error_limit, recipe, amax_limit)
         self.model = model
         self.policy = policy
         self._units = find_units(model, units, grouping=getattr(recipe, "unit", "projection"))
@@ -238,6 +239,7 @@ class Guard:
                     len(self.units),
                     error_limit,
                     getattr(policy, "error_history", "absolute"),
+                    amax_limit,
                 )
             self._controller = policy.start(self.units, [name in switchable for name in self.units])
             say_once = lambda text: self._journal.say_once(text, text)  # noqa: E731
@@ -423,7 +425,7 @@ class Guard:
         values = dict(self._monitor_values)
         if self._decision is not None:
             values |= decision_metrics(self._decision, len(self._switch_index))
-        return values | quantizer_metrics(self._quantizer_values)
+        return values | quantizer_metrics(self._quantizer_values, self.units if self._monitor_detail else ())
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
@@ -671,10 +673,9 @@ class Guard:
         if self._num_loads != num_loads or self._detached:
             return None
         raised = self._alarms.take_risks()
-        errors = None if quantizer is None else quantizer["error"]
-        # A controller that knows no raised risks is only given some where there are some.
-        risks = [np.array([raised.get(name, np.nan) for name in self.units])] if raised else []
-        decision = self._controller.update(unit_norms, errors, *risks)
+        errors, amaxes = (None if quantizer is None else quantizer[name] for name in ("error", "amax"))
+        risks = np.array([raised.get(name, np.nan) for name in self.units]) if raised else None
+        decision = ask(self._controller, self.policy, unit_norms, errors, risks, amaxes)
         return Decided(decision, unit_norms, quantizer, readings, raised)
 
     def _finish(self, decided: Decided) -> None:
@@ -690,7 +691,8 @@ class Guard:
         if pending.step % 100 == 1 or not self._journal.knows_products:
             self._note_products()
         if self._quantizers is not None:
-            self._journal.say_once("quantizers", self._quantizers.too_many_for_long(quantizer, self._controller.budget))
+            told = self._quantizers.too_many_for_long(quantizer, self._controller.budget, decision.reasons)
+            self._journal.say_once("quantizers", told)
         self._alarms.say()
 
     def _note_products(self) -> None:

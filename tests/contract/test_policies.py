@@ -41,6 +41,9 @@ FACTORIES = {
     "robust": lambda: robust(**EARLY),
     "robust with errors": lambda: robust(error_limit=0.3, **EARLY),
     "robust with errors by history": lambda: robust(error_limit=1.5, error_history="ema", **EARLY),
+    "robust with errors and amaxes": lambda: robust(error_limit=1.5, error_history="ema", amax_limit=2.0, **EARLY),
+    "matched_random with amaxes": lambda: MatchedRandom([2] * NUM_STEPS, seed=1, scores=Policy(amax_limit=2.0)),
+    "gsnr_style with amaxes": lambda: GsnrStyle(max_active=2, scores=Policy(amax_limit=2.0)),
     "window": lambda: Policy(max_active=0.5, history="window", history_steps=6, alpha=TwoStage(2, 1, switch_step=4)),
     "damping": lambda: robust(damping=True, **EARLY),
     "static_low": StaticLow,
@@ -169,6 +172,35 @@ def test_the_contract_sees_a_broken_policy(controller, claim, message):
 
     with pytest.raises(AssertionError, match=message):
         getattr(Contract(), f"test_{claim}")()
+
+
+class ForgetsAmaxes(Controller):
+    def state_dict(self):
+        state = super().state_dict()
+        for unit in state["units"].values():
+            unit.pop("amax_mean", None)
+        return state
+
+
+def test_the_contract_gives_amaxes_to_a_policy_that_judges_them_and_to_no_other():
+    class Judging(Broken):
+        amax_limit = 2.0
+
+        def start(self, units, recoverable=None):
+            return self.controller(units, Policy(max_active=2, amax_limit=self.amax_limit), recoverable)
+
+    class Contract(PolicyContract):
+        kind = Judging
+
+        def policy(self):
+            return self.kind(ForgetsAmaxes)
+
+    claim = "test_saved_and_loaded_at_any_step_it_goes_on_bit_for_bit"
+    with pytest.raises(AssertionError, match="resumed at step"):
+        getattr(Contract(), claim)()
+    Contract.kind = Broken
+    getattr(Contract(), claim)()
+    assert {len(given) for given in Contract().inputs()} == {3}
 
 
 def test_the_contract_sees_settings_that_json_cannot_hold():

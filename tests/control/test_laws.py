@@ -52,6 +52,11 @@ policies = st.one_of(
         st.sampled_from([0.0, 0.3, 0.5, 0.95]),
     ),
 )
+policies = st.builds(
+    lambda policy, limit: replace(policy, amax_limit=limit),
+    policies,
+    st.one_of(st.none(), st.floats(0.5, 20.0), st.sampled_from([1.5, 5e-324, LARGEST])),
+)
 errors = st.one_of(st.floats(0.0, 2.0), st.none(), st.sampled_from(NASTY), st.floats())
 
 
@@ -65,16 +70,17 @@ def runs(draw, max_steps=25, least_units=1):
 
 
 @st.composite
-def full_runs(draw, max_steps=25):
-    """Norms, channel errors and raised risks of every step (None: there are none), a policy, which are recoverable."""
-    trace, policy, recoverable = draw(runs(max_steps))
+def full_runs(draw, max_steps=25, least_units=1):
+    """Norms, channel errors, raised risks and amaxes of every step (None: there are none), a policy, which units are
+    recoverable."""
+    trace, policy, recoverable = draw(runs(max_steps, least_units))
     num_units = len(trace[0])
     beside = st.one_of(st.none(), st.lists(errors, min_size=num_units, max_size=num_units))
-    return [(step_norms, draw(beside), draw(beside)) for step_norms in trace], policy, recoverable
+    return [(step_norms, draw(beside), draw(beside), draw(beside)) for step_norms in trace], policy, recoverable
 
 
 def as_array(library, values):
-    """Errors or risks as an array of ``library``, which has no None."""
+    """What is beside the norms as an array of ``library``, which has no None."""
     if values is None:
         return None
     return ARRAYS[library]([np.nan if value is None else value for value in values])
@@ -94,8 +100,8 @@ def through_json(state):
 def test_any_input_gives_a_valid_decision_within_the_budget(run):
     trace, policy, recoverable = run
     controller = policy.start(len(trace[0][0]), recoverable)
-    for step_norms, step_errors, step_risks in trace:
-        decision = controller.update(step_norms, step_errors, step_risks)
+    for step_norms, *beside in trace:
+        decision = controller.update(step_norms, *beside)
         assert decision.active.sum() <= controller.budget
         assert not (decision.active & ~np.array(controller.recoverable)).any()
         assert not np.isnan(decision.risk).any()
@@ -127,18 +133,20 @@ def test_the_fast_form_equals_the_slow_truth_to_the_last_bit(library, run, as_li
 
 @given(full_runs())
 @settings(max_examples=80, deadline=None)
-def test_errors_and_raised_risks_change_neither_what_is_remembered_nor_what_is_damped(run):
+def test_errors_risks_and_amaxes_change_neither_what_is_remembered_nor_what_is_damped(run):
     trace, policy, recoverable = run
-    with_both, without = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
-    for step_norms, step_errors, step_risks in trace:
-        a, b = with_both.update(step_norms, step_errors, step_risks), without.update(step_norms)
+    with_all, without = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
+    for step_norms, step_errors, step_risks, step_amaxes in trace:
+        a = with_all.update(step_norms, step_errors, step_risks, step_amaxes)
+        b = without.update(step_norms)
         for name in ("gnmr", "delta", "scale"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
         assert (a.risk >= b.risk).all()
-        if (policy.error_limit is None or step_errors is None) and step_risks is None:
+        beside = ((policy.error_limit, step_errors), (policy.amax_limit, step_amaxes))
+        if step_risks is None and all(limit is None or values is None for limit, values in beside):
             np.testing.assert_array_equal(a.risk, b.risk)
-    routed = {"active", "lock", "error_seen", "error_mean"}
-    memories = zip(with_both.state_dict()["units"].values(), without.state_dict()["units"].values(), strict=True)
+    routed = {"active", "lock", "error_seen", "error_mean", "amax_seen", "amax_mean"}
+    memories = zip(with_all.state_dict()["units"].values(), without.state_dict()["units"].values(), strict=True)
     for one, other in memories:
         assert {k: v for k, v in one.items() if k not in routed} == {k: v for k, v in other.items() if k not in routed}
 
@@ -202,6 +210,26 @@ def test_a_failed_norm_changes_the_unit_next_to_it_only_by_taking_its_place(run,
     a, b = healthy.update(last), broken.update(last)
     for name in ("gnmr", "delta", "risk"):
         np.testing.assert_array_equal(getattr(a, name)[others], getattr(b, name)[others], err_msg=name)
+
+
+@given(full_runs(least_units=2), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_failed_amax_changes_no_other_units_scores_in_this_step_or_a_later_one(run, data):
+    trace, policy, recoverable = run
+    bad = data.draw(st.integers(0, len(trace[0][0]) - 1))
+    at = data.draw(st.integers(0, len(trace) - 1))
+    others = np.arange(len(trace[0][0])) != bad
+    healthy, broken = (policy.start(len(trace[0][0]), recoverable) for _ in range(2))
+    for step, (step_norms, step_errors, step_risks, step_amaxes) in enumerate(trace):
+        amaxes = [None] * len(step_norms) if step_amaxes is None else step_amaxes
+        failed = [np.inf if unit == bad and step == at else amax for unit, amax in enumerate(amaxes)]
+        a = healthy.update(step_norms, step_errors, step_risks, amaxes)
+        b = broken.update(step_norms, step_errors, step_risks, failed)
+        for name in SCORES:
+            np.testing.assert_array_equal(getattr(a, name)[others], getattr(b, name)[others], err_msg=name)
+        assert b.active.sum() <= broken.budget
+        if step == at and policy.amax_limit is not None:
+            assert b.risk[bad] >= LARGEST
 
 
 @given(runs(max_steps=12))

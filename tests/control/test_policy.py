@@ -33,7 +33,7 @@ BAD_SETTINGS = [
     *[("burn_in_steps", value) for value in (-1, 0.5)],
     *[("act_from_step", value) for value in (-1, 0.5)],
     *[("damping", value) for value in (1, None, "yes")],
-    *[("error_limit", value) for value in (0, -0.3, NAN, math.inf, True, "0.3")],
+    *[(name, value) for name in ("error_limit", "amax_limit") for value in (0, -0.3, NAN, math.inf, True, "0.3")],
 ]
 
 
@@ -67,6 +67,7 @@ def test_the_names_and_defaults_are_the_contract():
         "error_limit": None,
         "error_history": "absolute",
         "error_ema_factor": 0.95,
+        "amax_limit": None,
         "window_steps": 10,
         "lock_steps": 1,
         "max_active": 4,

@@ -11,7 +11,7 @@ from trimtab.control import REASONS, Decision, MatchedRandom, Policy, ReferenceC
 from trimtab.trace import RunWriter, StepRow, UnitRow, encoding, open_run
 
 NAN, INF = float("nan"), float("inf")
-CALM = Policy(alpha=2.0, beta=100.0, window_steps=1, error_limit=0.5, lock_steps=2, max_active=1.0)
+CALM = Policy(alpha=2.0, beta=100.0, window_steps=1, error_limit=0.5, amax_limit=10.0, lock_steps=2, max_active=1.0)
 
 
 def reasons_after(controller, *steps):
@@ -21,7 +21,8 @@ def reasons_after(controller, *steps):
 
 
 def test_the_names_are_the_contract():
-    assert REASONS == ("none", "gnmr", "delta", "error", "raised", "failed", "locked")
+    # A record holds the codes: a new one comes last.
+    assert REASONS == ("none", "gnmr", "delta", "error", "raised", "failed", "locked", "amax")
 
 
 @pytest.mark.parametrize(
@@ -42,11 +43,20 @@ def test_the_names_are_the_contract():
         (([1.0], [INF], [INF]), "error"),
         (([-1.0], [INF], [INF]), "failed"),
         (([1.0], [0.4], [1.0]), "none"),  # at the threshold is not above it
+        (([1.0], None, None, [48.0]), "amax"),  # 4 above its own of before, times 10
+        (([1.0], [0.4], [1.0], [40.0]), "none"),
+        (([1.0], [0.6], [1.2], [48.0]), "error"),
+        (([1.0], [0.5], [1.2], [48.0]), "raised"),
+        (([1.0], [0.6], [1.1], [52.0]), "amax"),
+        (([3.0], [0.6], [1.1], [56.0]), "gnmr"),
+        (([1.0], [INF], None, [INF]), "error"),
+        (([0.0], None, None, [INF]), "amax"),
+        (([-1.0], None, None, [INF]), "failed"),
     ],
 )
 def test_the_greatest_term_is_the_reason(inputs, reason):
     for controller in (CALM.start(1), ReferenceController(1, CALM)):
-        assert reasons_after(controller, ([1.0],), inputs) == (reason,)
+        assert reasons_after(controller, ([1.0], None, None, [4.0]), inputs) == (reason,)
 
 
 def test_a_jump_beside_the_recent_values_is_deltas():
@@ -98,10 +108,10 @@ def test_codes_are_int8_where_the_norms_live(make):
 values = st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 4.0, NAN, INF, -1.0])
 
 
-@given(st.lists(st.tuples(*[st.lists(values, min_size=3, max_size=3)] * 3), min_size=1, max_size=12), st.integers(0, 3))
+@given(st.lists(st.tuples(*[st.lists(values, min_size=3, max_size=3)] * 4), min_size=1, max_size=12), st.integers(0, 3))
 @settings(max_examples=100, deadline=None)
 def test_a_reason_is_that_of_the_risk(run, max_active):
-    policy = Policy(alpha=1.0, beta=1.0, window_steps=2, max_active=max_active, error_limit=1.0)
+    policy = Policy(alpha=1.0, beta=1.0, window_steps=2, max_active=max_active, error_limit=1.0, amax_limit=1.5)
     fast, slow = policy.start(3), ReferenceController(3, policy)
     for step in run:
         decision, truth = fast.update(*step), slow.update(*step)
@@ -135,7 +145,7 @@ def test_a_decision_that_says_no_reason_has_none():
 # The record
 
 
-@given(st.lists(st.integers(0, 6), min_size=0, max_size=70))
+@given(st.lists(st.integers(0, len(REASONS) - 1), min_size=0, max_size=70))
 @settings(deadline=None)
 def test_packed_reasons_come_back_and_take_no_room_for_quiet_units(codes):
     reason = np.array(codes, dtype=np.int8)
@@ -151,7 +161,7 @@ def test_reasons_of_very_many_units_are_packed_wider():
     np.testing.assert_array_equal(encoding.unpack_reasons(encoding.pack_reasons(reason), 10_000), reason)
 
 
-@pytest.mark.parametrize(("blob", "num_units"), [(b"\x07", 3), (b"\x19", 3), (b"\x01\x02\x03", 40)])
+@pytest.mark.parametrize(("blob", "num_units"), [(b"\x18", 3), (b"\x19", 3), (b"\x01\x02\x03", 40)])
 def test_reasons_that_cannot_be_are_damage(blob, num_units):
     with pytest.raises(ValueError, match=r"reasons|buffer size"):
         encoding.unpack_reasons(blob, num_units)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,9 +33,9 @@ class Observed:
         return stats
 
 
-def start(observed: Observed, error_limit: float | None = 0.3) -> QuantizerStats:
+def start(observed: Observed, error_limit: float | None = 0.3, **more: Any) -> QuantizerStats:
     """The observed units are the guard's third and first, of four."""
-    return QuantizerStats(SavedActivations(), observed, [2, 0], 4, error_limit)
+    return QuantizerStats(SavedActivations(), observed, [2, 0], 4, error_limit, **more)
 
 
 def errors(*values: float) -> dict[str, np.ndarray]:
@@ -74,10 +76,12 @@ def test_what_is_dropped_is_not_read_in_the_next_step():
     assert stats.read().isnan().all()
 
 
-@pytest.mark.parametrize(("error_limit", "shadow"), [(0.3, True), (None, False)])
-def test_units_on_the_recovery_path_are_observed_only_if_somebody_judges_them(error_limit, shadow):
+@pytest.mark.parametrize(
+    ("error_limit", "amax_limit", "shadow"), [(0.3, None, True), (None, None, False), (None, 12.0, True)]
+)
+def test_units_on_the_recovery_path_are_observed_only_if_somebody_judges_them(error_limit, amax_limit, shadow):
     observed = Observed()
-    start(observed, error_limit)
+    start(observed, error_limit, amax_limit=amax_limit)
     assert observed.shadows == [shadow]
 
 
@@ -101,6 +105,7 @@ def test_quantizers_are_observed_if_the_policy_judges_them_or_the_user_asks():
     assert wanted == {(None, None): False, (None, 0.3): True, (True, None): True, (True, 0.3): True}
     assert not wants_quantizer_stats(False, None, recipe)
     assert not wants_quantizer_stats(None, None, None)
+    assert wants_quantizer_stats(None, None, recipe, 12.0)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,26 @@ class TestTooManyForLong:
     def test_without_a_limit_nothing_is_flagged(self):
         stats = start(Observed(), error_limit=None)
         assert not any(stats.too_many_for_long(errors(9.0, 9.0), 0) for _ in range(2 * LONG_STEPS))
+
+    def test_ratios_are_above_their_limit_where_the_decision_says_so(self):
+        by_both = start(Observed(), error_limit=1.5, error_history="ema", amax_limit=12.0)
+        reasons = ("error", "amax", "gnmr", "locked")
+        said = [by_both.too_many_for_long(errors(9.0, 9.0, 9.0, 9.0), 1, reasons) for _ in range(LONG_STEPS)]
+        assert "2 units are above error_limit=1.5 or amax_limit=12, and" in said[-1]
+        by_error = start(Observed(), error_limit=1.5, error_history="ema")
+        assert not any(by_error.too_many_for_long(errors(9.0, 9.0), 1, reasons[1:3]) for _ in range(2 * LONG_STEPS))
+        assert not any(by_error.too_many_for_long(errors(9.0, 9.0), 1) for _ in range(2 * LONG_STEPS))
+
+    def test_a_unit_above_both_limits_is_one_unit(self):
+        stats = start(Observed(), amax_limit=12.0)
+        assert not any(stats.too_many_for_long(errors(0.9, 0.1), 1, ("amax", "none")) for _ in range(2 * LONG_STEPS))
+
+
+def test_statistics_of_another_dtype_are_read_as_the_record_keeps_them():
+    observed = Observed()
+    stats = start(observed)
+    observed.next = torch.full((2, 4), 0.1, dtype=torch.float64)
+    assert stats.read().tolist() == [float(np.float32(0.1))] * 8
 
 
 def test_metrics_are_over_the_units_that_are_known():

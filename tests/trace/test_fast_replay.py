@@ -24,6 +24,8 @@ POLICIES = st.builds(
     alpha=st.sampled_from([0.9, 1.5, 4.0, TwoStage(2.0, 1.1, switch_step=7), lambda step: 1.0 + 3.0 / step]),
     beta=st.sampled_from([1.0, 1.3, 1e-300, lambda step: 2.0 if step < 9 else 1.2]),
     error_limit=st.sampled_from([None, 0.3, 1e-300]),
+    error_ema_factor=st.sampled_from([0.0, 0.5, 0.95]),
+    amax_limit=st.sampled_from([None, 1.5, 12.0, 1e-300]),
     window_steps=st.integers(1, 6),
     lock_steps=st.integers(0, 4),
     max_active=st.sampled_from([0, 1, 2, 5, 100, 0.0, 0.34, 1.0]),
@@ -34,6 +36,10 @@ POLICIES = st.builds(
     burn_in_steps=st.sampled_from([0, 3]),
     act_from_step=st.sampled_from([0, 5]),
     damping=st.booleans(),
+)
+
+POLICIES = st.one_of(
+    POLICIES, POLICIES.map(lambda policy: dataclasses.replace(policy, error_history="ema", error_limit=1.5))
 )
 
 
@@ -76,6 +82,7 @@ def test_the_fast_controller_takes_the_truths_decisions(policy, num_units, share
     for step, norms in enumerate(norms_of(rng, 30, num_units, share)):
         errors = some_or_none(rng, num_units, [np.nan, np.inf, -1.0, 0.0, 0.1, 0.5, 1e308])
         risks = some_or_none(rng, num_units, [np.nan, np.inf, -1.0, 0.5, 1.0, 3.0])
+        amaxes = some_or_none(rng, num_units, [np.nan, np.inf, -1.0, 0.0, 1.0, 1.4, 40.0, 5e-324, 1e308])
         if step == cut:
             state = fast.state_dict()
             assert json.dumps(state, sort_keys=True) == json.dumps(truth.state_dict(), sort_keys=True)
@@ -85,7 +92,7 @@ def test_the_fast_controller_takes_the_truths_decisions(policy, num_units, share
             fast, truth = FastController(policy, names, mask), policy.start(names, mask)
             assert fast.load_state_dict(state) == truth.load_state_dict(state)
         before = norms.copy()
-        assert_same(fast.update(norms, errors, risks), truth.update(norms, errors, risks))
+        assert_same(fast.update(norms, errors, risks, amaxes), truth.update(norms, errors, risks, amaxes))
         np.testing.assert_array_equal(norms, before)
         np.testing.assert_array_equal(fast.active, truth.active)
         assert fast.step == truth.step
@@ -94,14 +101,16 @@ def test_the_fast_controller_takes_the_truths_decisions(policy, num_units, share
 @pytest.mark.parametrize("history", ["mean", "ema", "window"])
 def test_the_comparison_meets_every_reason_and_more_candidates_than_places(history):
     rng = np.random.default_rng(0)
-    policy = Policy(max_active=2, lock_steps=2, error_limit=0.3, history=history, history_steps=5, window_steps=3)
+    policy = Policy(max_active=2, lock_steps=2, error_limit=0.3, amax_limit=5.0, window_steps=3)
+    policy = dataclasses.replace(policy, history=history, history_steps=5)
     names = [f"u{index}" for index in range(12)]
     fast, truth = FastController(policy, names, [True] * 12), policy.start(names)
     met, most_risky = set(), 0
     for norms in norms_of(rng, 200, 12, 0.02):
         errors = some_or_none(rng, 12, [0.01] * 40 + [0.5])
         risks = some_or_none(rng, 12, [np.nan] * 40 + [9.0])
-        made, expected = fast.update(norms, errors, risks), truth.update(norms, errors, risks)
+        amaxes = some_or_none(rng, 12, [1.0] * 40 + [20.0])
+        made, expected = fast.update(norms, errors, risks, amaxes), truth.update(norms, errors, risks, amaxes)
         assert_same(made, expected)
         met |= {REASONS[code] for code in expected.reason}
         most_risky = max(most_risky, int((expected.risk > 1).sum()))
@@ -138,6 +147,7 @@ def test_what_it_does_not_know_is_decided_by_the_policys_own_controller():
     class Wider(Policy):
         more: float = 0.0
 
-    assert type(start_replay(robust(damping=True), ["a"], [True])) is FastController
-    for policy in (Wider(more=1.0), StaticHigh(), Policy(error_limit=1.5, error_history="ema")):
+    for policy in (robust(damping=True), Policy(error_limit=1.5, error_history="ema", amax_limit=12.0)):
+        assert type(start_replay(policy, ["a"], [True])) is FastController
+    for policy in (Wider(more=1.0), StaticHigh()):
         assert type(start_replay(policy, ["a"], [True])) is type(policy.start(["a"], [True]))

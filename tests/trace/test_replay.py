@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.control import REASONS, Controller, Policy, TwoStage, robust
+from trimtab.control import REASONS, Controller, MatchedRandom, Policy, TwoStage, robust
 from trimtab.errors import ConfigError
 from trimtab.trace import RunWriter, StepRow, UnitRow, open_run, replay
+from trimtab.trace.what_if import recorded_policy, what_if
 
 UNITS = [UnitRow(name="q"), UnitRow(name="k"), UnitRow(name="norm", recoverable=False), UnitRow(name="v")]
 NAMES = [unit.name for unit in UNITS]
@@ -33,6 +34,16 @@ def _errors(num_steps, seed=0, num_units=4):
     for value in (np.nan, np.inf, 0.8):
         errors[rng.random(errors.shape) < 0.1] = value
     return [None if rng.random() < 0.1 else step_errors for step_errors in errors]
+
+
+def _amaxes(num_steps, seed=0, num_units=4):
+    """Amaxes as float32 has them, with faults, broken operands and gaps; None where nothing is known in a step."""
+    rng = np.random.default_rng(200 + seed)
+    amaxes = rng.lognormal(1, 0.3, (num_steps, num_units))
+    for value in (np.nan, np.inf, 0.0, 99.0):
+        amaxes[rng.random(amaxes.shape) < 0.06] = value
+    amaxes = amaxes.astype(np.float32).astype(np.float64)
+    return [None if rng.random() < 0.1 else step_amaxes for step_amaxes in amaxes]
 
 
 def _row(step, norms, decision, **changes):
@@ -137,6 +148,58 @@ def test_replay_with_recorded_errors_is_exact_across_a_resume(kind, tmp_path):
         assert replay(run, dataclasses.replace(policy, error_limit=None)).num_different > 0
         if kind == "errors by history":
             assert replay(run, dataclasses.replace(policy, error_history="absolute")).num_different > 0
+
+
+INT4 = {"error_limit": 1.3, "error_history": "ema", "amax_limit": 12.0}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(max_active=2, lock_steps=2, burn_in_steps=3, amax_limit=12.0),
+        robust(burn_in_steps=5, act_from_step=8, max_active=1, **INT4),
+        MatchedRandom([1, 2] * 40, seed=1, scores=Policy(burn_in_steps=3, **INT4)),
+    ],
+    ids=["amaxes alone", "as for INT4", "random"],
+)
+@pytest.mark.parametrize("state_is_recorded", [True, False])
+def test_replay_with_recorded_amaxes_is_exact_across_a_resume(policy, state_is_recorded, tmp_path):
+    settings_ = {"config": {"policy": policy.to_dict()}, "units": UNITS}
+    norms, errors, amaxes = _norms(80), _errors(80), _amaxes(80)
+    saved, recorded = policy.start(NAMES, MASK).state_dict(), None
+    for first, last in ((1, 40), (31, 80)):
+        controller = policy.start(NAMES, MASK)
+        controller.load_state_dict(saved)
+        with RunWriter(tmp_path, **settings_, start_step=first - 1, state=recorded) as writer:
+            for step in range(first, last + 1):
+                norm, error, amax = norms[step - 1], errors[step - 1], amaxes[step - 1]
+                quantizer = None if amax is None else {"amax": amax}
+                made = controller.update(norm, error, None, amax)
+                writer.write_step(_row(step, norm, made, errors=error, quantizer=quantizer))
+                if step == 30:
+                    saved = controller.state_dict()
+                    recorded = saved if state_is_recorded else None
+    with open_run(tmp_path) as run:
+        made = _assert_exact(run)
+        assert "amax" in {REASONS[code] for code in np.unique(made.steps.reason)}
+        assert recorded_policy(run) == policy
+        assert what_if(run, {"same": recorded_policy(run)}).outcomes["same"].num_different == 0
+        given = np.array([np.full(4, np.nan) if amax is None else amax for amax in amaxes])
+        np.testing.assert_array_equal(made.steps.amax, given)
+        if isinstance(policy, Policy):
+            # The amaxes did decide: without a limit other units would have been chosen.
+            assert replay(run, dataclasses.replace(policy, amax_limit=None)).num_different > 0
+
+
+def test_amaxes_that_are_not_recorded_are_noted(tmp_path):
+    policy = Policy()
+    controller = policy.start(NAMES, MASK)
+    with RunWriter(tmp_path, config={"policy": policy.to_dict()}, units=UNITS) as writer:
+        writer.write_step(_row(1, np.ones(4), controller.update(np.ones(4))))
+    with open_run(tmp_path) as run:
+        assert replay(run).notes == ()
+        (note,) = replay(run, Policy(amax_limit=12.0)).notes
+    assert "no amaxes for the policy's amax_limit" in note
 
 
 def test_replay_is_exact_when_a_resume_brings_other_units(tmp_path):

@@ -13,8 +13,10 @@ Words:
     Delta: GNMR / mean of the unit's last ``window_steps`` GNMR values.
     channel error: What the unit's quantizer lost of its operand, |x - q(x)| / |x| averaged over the input channels.
         NaN = not known. It is seen by the precision path, not in the gradients.
-    risk: max(GNMR/alpha, Delta/beta), error/error_limit where a limit is set, and the raised risk where there is one.
-        A unit with a risk above 1 is risky.
+    amax: Largest magnitude of that operand, judged by its ratio to the mean of the unit's earlier ones. NaN = not
+        known.
+    risk: max(GNMR/alpha, Delta/beta), error/error_limit and amax ratio/amax_limit where a limit is set, and the raised
+        risk where there is one. A unit with a risk above 1 is risky.
     raised risk: What something beside norms and errors, an alarm, holds a unit's risk to be. NaN = none.
     active set: The units on the recovery path in the next step. Never more than the budget, whatever the norms.
     lock: For how many more decisions a unit stays a candidate without being risky.

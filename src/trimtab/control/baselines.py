@@ -72,6 +72,11 @@ class MatchedRandom:
         """As ``scores`` has it, so that both sides of a comparison measure their quantizers alike."""
         return self.scores.error_limit
 
+    @property
+    def amax_limit(self) -> float | None:
+        """As ``scores`` has it; so too."""
+        return self.scores.amax_limit
+
     def budget(self, num_recoverable: int) -> int:
         """The most units that may be active at once, of ``num_recoverable``."""
         return min(self.max_active, num_recoverable)
@@ -146,13 +151,14 @@ class RandomController(OwnChoice):
         norms: Array | Sequence[float | None],
         errors: Array | Sequence[float | None] | None = None,
         risks: Array | Sequence[float | None] | None = None,
+        amaxes: Array | Sequence[float | None] | None = None,
     ) -> Decision:
-        """Choose the next step's active set at random, and score norms, errors and risks; see ``Controller.update``.
+        """Choose the next step's active set at random, and score what is given; see ``Controller.update``.
 
         Raises:
-            ValueError: when the number of norms, of errors or of risks is not the number of units.
+            ValueError: when the number of norms, of errors, of risks or of amaxes is not the number of units.
         """
-        scored = self._scorer.update(norms, errors, risks)
+        scored = self._scorer.update(norms, errors, risks, amaxes)
         self._active = np.zeros(len(self.units), dtype=np.bool_)
         random = np.random.default_rng((self.policy.seed, scored.step))
         self._active[random.choice(self._candidates, size=self._count(scored.step), replace=False)] = True

@@ -16,7 +16,8 @@ VERSION = 1
 
 _REMEDY = "Pass what state_dict() of a controller returned."
 
-_OF_ERRORS = ("error_seen", "error_mean")
+_IF_SEEN = {"error_seen": ("error_seen", "error_mean"), "amax_seen": ("amax_seen", "amax_mean")}
+"""Entries that are kept only where something was seen, by the one that counts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class UnitMemory:
         active: Whether the unit is on the recovery path.
         error_seen: Channel errors that were finite and above 0, burn-in included; 0 unless they are judged by history.
         error_mean: Exponential mean of channel errors; 0 = no history.
+        amax_seen: Amaxes that were finite and above 0, burn-in included; 0 unless they are judged.
+        amax_mean: Exponential mean of amaxes; 0 = no history.
     """
 
     seen: int = 0
@@ -57,11 +60,14 @@ class UnitMemory:
     active: bool = False
     error_seen: int = 0
     error_mean: float = 0.0
+    amax_seen: int = 0
+    amax_mean: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as plain values; what is remembered of channel errors only where something is."""
+        """The entry as plain values; what is remembered of channel errors and amaxes only where something is."""
         values = asdict(self)
-        return values if self.error_seen else {k: v for k, v in values.items() if k not in _OF_ERRORS}
+        left_out = {key for count, keys in _IF_SEEN.items() if not values[count] for key in keys}
+        return {key: value for key, value in values.items() if key not in left_out}
 
     @classmethod
     def from_dict(cls, name: str, values: Any) -> UnitMemory:
@@ -72,13 +78,13 @@ class UnitMemory:
         """
         if not isinstance(values, Mapping):
             raise _no_state(f"units[{name!r}]", values, "the state of a unit is a mapping.")
-        values = {"error_seen": 0, "error_mean": 0.0, **values}
+        values = {"error_seen": 0, "error_mean": 0.0, "amax_seen": 0, "amax_mean": 0.0, **values}
         for item in fields(cls):
             if item.name not in values:
                 raise _no_state(f"units[{name!r}].{item.name}", verbatim("(missing)"), "every unit has one.")
-        for key in ("seen", "entered", "lock", "error_seen"):
+        for key in ("seen", "entered", "lock", "error_seen", "amax_seen"):
             _check_count(f"units[{name!r}].{key}", values[key])
-        for key in ("mean", "error_mean"):
+        for key in ("mean", "error_mean", "amax_mean"):
             _check_number(f"units[{name!r}].{key}", values[key])
         for key in ("queue", "history"):
             if not isinstance(values[key], Sequence) or isinstance(values[key], str):
@@ -97,6 +103,8 @@ class UnitMemory:
             active=values["active"],
             error_seen=int(values["error_seen"]),
             error_mean=float(values["error_mean"]),
+            amax_seen=int(values["amax_seen"]),
+            amax_mean=float(values["amax_mean"]),
         )
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.control.amax_history import judge_amaxes
 from trimtab.control.arrays import Array, Place, place_of, to_array, to_numpy
 from trimtab.control.checkpoint import ControllerMemory, LoadReport, UnitMemory
 from trimtab.control.decision import Decision
-from trimtab.control.error_history import ErrorHistory, judge_errors
+from trimtab.control.error_history import judge_errors
+from trimtab.control.own_history import OwnHistory
 from trimtab.control.policy import Policy
-from trimtab.control.reasons import DELTA, ERROR, GNMR, RAISED, reasons_of
+from trimtab.control.reasons import AMAX, DELTA, ERROR, GNMR, RAISED, reasons_of
 from trimtab.control.schedules import threshold_at
 from trimtab.control.scores import History, observe, recent_values, remember, score
 from trimtab.control.selection import next_lock, select_active
@@ -27,9 +29,9 @@ __all__ = ["Controller"]
 class Controller:
     """Score every unit's gradient norm, and choose the units that take the recovery path in the next step.
 
-    Deterministic: the same norms, channel errors and raised risks give the same decisions on every rank and after
-    every resume. The state is float64, and lives in the namespace and on the device of the norms last given; a device
-    without float64 cannot hold it.
+    Deterministic: the same norms, channel errors, raised risks and amaxes give the same decisions on every rank and
+    after every resume. The state is float64, and lives in the namespace and on the device of the norms last given; a
+    device without float64 cannot hold it.
     ``update`` reads no value back, so on an accelerator it waits for nothing.
 
     Args:
@@ -68,7 +70,8 @@ class Controller:
         self._warned: set[str] = set()
         self._place: Place
         self._history: History
-        self._errors: ErrorHistory
+        self._errors: OwnHistory
+        self._amaxes: OwnHistory
         self._can_recover: Array
         self._lock: Array
         self._active: Array
@@ -109,14 +112,15 @@ class Controller:
         norms: Array | Sequence[float | None],
         errors: Array | Sequence[float | None] | None = None,
         risks: Array | Sequence[float | None] | None = None,
+        amaxes: Array | Sequence[float | None] | None = None,
     ) -> Decision:
         """Take the decision of one optimizer step.
 
-        Whatever the norms, errors and risks are, the answer is a valid decision within the budget.
+        Whatever the norms, errors, risks and amaxes are, the answer is a valid decision within the budget.
 
         An error is a risk of its own: it counts in full where the norm was not observed, and before ``act_from_step``
         unless the policy's ``error_history`` compares it with one. It changes neither the norms' history nor damping.
-        So does a risk that is raised.
+        So does a risk that is raised; and an amax, which is always compared with its history.
 
         Args:
             norms: L2 norm of each unit's gradient before clipping, after unscaling and accumulation. Shape (units,),
@@ -129,12 +133,15 @@ class Controller:
             risks: Risk that something else sees in each unit, an alarm, say: above 1 makes a candidate of it. +inf is
                 the largest finite double. Shape (units,). NaN, negative, or None in a list, = none. Copied to the norms
                 as errors are.
+            amaxes: Largest magnitude of the operand of each unit's low-cost path, above 0; +inf = a non-finite operand,
+                and a risk as that of errors. Shape (units,). 0, NaN, negative, or None in a list, = not known, adds
+                nothing. Ignored while the policy has no ``amax_limit``. Copied to the norms as errors are.
 
         Returns:
             The scores of this step and the active set of the next.
 
         Raises:
-            ValueError: when the number of norms, of errors or of risks is not the number of units.
+            ValueError: when the number of norms, of errors, of risks or of amaxes is not the number of units.
 
         Source: Kong et al. 2026, Algorithms 1 and 2.
 
@@ -149,13 +156,15 @@ class Controller:
             errors = self._one_a_unit("errors", to_array(errors, missing=float("nan")))
         if risks is not None:
             risks = self._one_a_unit("risks", to_array(risks, missing=float("nan")))
+        if amaxes is not None:
+            amaxes = self._one_a_unit("amaxes", to_array(amaxes, missing=float("nan")))
         if not self._place.is_home_of(norms):
             self._move_to(place_of(norms))
         step = self._step + 1
         alpha, beta = self._threshold("alpha", step), self._threshold("beta", step)
         with np.errstate(all="ignore"):  # an overflow is clamped below; other libraries do not speak of it
-            wide_errors, wide_risks = self._beside_norms(errors), self._beside_norms(risks)
-            return self._decide(self._place.widen(norms), wide_errors, wide_risks, step, alpha, beta)
+            beside = [self._beside_norms(values) for values in (errors, risks, amaxes)]
+            return self._decide(self._place.widen(norms), *beside, step=step, alpha=alpha, beta=beta)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to go on bit for bit, as plain values that JSON takes; waits for the device.
@@ -196,7 +205,15 @@ class Controller:
         return report
 
     def _decide(
-        self, norms: Array, errors: Array | None, risks: Array | None, step: int, alpha: float, beta: float
+        self,
+        norms: Array,
+        errors: Array | None,
+        risks: Array | None,
+        amaxes: Array | None,
+        *,
+        step: int,
+        alpha: float,
+        beta: float,
     ) -> Decision:
         place, policy, xp = self._place, self._policy, self._place.xp
         seen = observe(norms, place)
@@ -217,6 +234,9 @@ class Controller:
         if risks is not None:
             terms[RAISED] = xp.where(risks >= place.zero, xp.minimum(risks, place.largest), place.zero)
             risk = xp.maximum(risk, terms[RAISED])
+        if amaxes is not None and policy.amax_limit is not None:
+            terms[AMAX], self._amaxes = judge_amaxes(self._amaxes, amaxes, policy.amax_limit, step, policy, place)
+            risk = xp.maximum(risk, terms[AMAX])
         risky = risk > place.one
         candidates = (risky | (self._lock > 0)) & self._can_recover
         active = select_active(risk, candidates, self._budget, place)
@@ -247,9 +267,7 @@ class Controller:
         """``values``, if there is one for each unit."""
         if values.shape != (len(self._units),):
             got = values.shape[0] if len(values.shape) == 1 else f"an array of shape {tuple(values.shape)}"
-            raise ValueError(
-                f"{name}: got {got}, but there are {len(self._units)} units. Pass one {name.removesuffix('s')} a unit."
-            )
+            raise ValueError(f"{name}: got {got}, but there are {len(self._units)} units. Pass one for each unit.")
         return values
 
     def _beside_norms(self, values: Array | None) -> Array | None:
@@ -280,7 +298,8 @@ class Controller:
             memories = [m if m.history or not m.entered else replace(m, history=[m.mean]) for m in memories]
         self._place = place
         self._history = History.of(memories, self._policy, place)
-        self._errors = ErrorHistory.of(memories, place)
+        self._errors = OwnHistory.of([m.error_seen for m in memories], [m.error_mean for m in memories], place)
+        self._amaxes = OwnHistory.of([m.amax_seen for m in memories], [m.amax_mean for m in memories], place)
         self._can_recover = place.bools(self._recoverable)
         lock = place.integers([memory.lock for memory in memories])
         held = place.bools([memory.active for memory in memories]) & self._can_recover
@@ -292,6 +311,7 @@ class Controller:
         self._place = place
         self._history = self._history.moved_to(place)
         self._errors = self._errors.moved_to(place)
+        self._amaxes = self._amaxes.moved_to(place)
         self._can_recover = place.bools(self._recoverable)
         self._lock = place.integers(to_numpy(self._lock))
         self._active = place.bools(to_numpy(self._active))
@@ -309,6 +329,8 @@ class Controller:
             to_numpy(self._active).tolist(),
             to_numpy(self._errors.seen).astype(int).tolist(),
             to_numpy(self._errors.mean).tolist(),
+            to_numpy(self._amaxes.seen).astype(int).tolist(),
+            to_numpy(self._amaxes.mean).tolist(),
             strict=True,
         )
         return [UnitMemory(*column) for column in columns]

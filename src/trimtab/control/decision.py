@@ -21,13 +21,13 @@ class Decision:
     Attributes:
         gnmr: n / historical mean. NaN = not observed, +inf = failed, otherwise finite.
         delta: GNMR / mean of its recent values. NaN = not observed, +inf = failed, otherwise finite.
-        risk: max(GNMR/alpha, Delta/beta, error/error_limit, raised risk), the error compared as the policy
-            has it; what is not known of a unit adds nothing. +inf = its norm failed, otherwise finite. Never
-            NaN.
+        risk: max(GNMR/alpha, Delta/beta, error/error_limit, raised risk, amax ratio/amax_limit), the error compared as
+            the policy has it; what is not known of a unit adds nothing. +inf = its norm failed, otherwise finite.
+            Never NaN.
         active: bool, the units on the recovery path in step ``step + 1``.
         lock: int, further decisions in which the unit stays a candidate without a risk above 1.
         scale: What ``damping`` multiplies the unit's gradient of this step with: min(1, mean/n) where GNMR or Delta is
-            above its threshold, 0 where failed, otherwise 1. A channel error or a raised risk scales nothing.
+            above its threshold, 0 where failed, otherwise 1. What else is a risk scales nothing.
         step: The optimizer step that the norms are from; the first is 1.
         alpha: Threshold of GNMR in force.
         beta: Threshold of Delta in force.

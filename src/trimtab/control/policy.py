@@ -34,11 +34,20 @@ class Policy:
 
     Source: Kong et al. 2026, Algorithms 1 and 2. ``history`` other than "mean", ``history_clip``, ``burn_in_steps``,
     ``act_from_step`` and ``damping`` are ours: the full mean is dominated by the large norms at the start of a run.
-    So is ``error_limit``: a norm only shows a gradient that grows, and a fault may make none grow.
+    So are ``error_limit`` and ``amax_limit``: a norm only shows a gradient that grows, and a fault may make none grow.
 
     Example:
         >>> Policy.from_dict(Policy(max_active=0.25).to_dict()) == Policy(max_active=0.25)
         True
+
+        What was measured for INT4 compares a unit's channel error and its amax with its own earlier ones:
+
+        >>> int4 = Policy(max_active=1, error_limit=1.5, error_history="ema", amax_limit=12.0)
+        >>> controller = int4.start(["q", "down"])
+        >>> for amaxes in ([3.0, 40.0], [3.1, 38.0], [60.0, 41.0]):
+        ...     decision = controller.update([1.0, 1.0], [0.1, 0.85], amaxes=amaxes)
+        >>> decision.active.tolist(), decision.reasons
+        ([True, False], ('amax', 'none'))
     """
 
     alpha: Threshold = 1.5
@@ -50,7 +59,7 @@ class Policy:
     error_limit: float | None = None
     """A channel error above it is a risk above 1. > 0, None = not judged. Measured: 0.3 for floats of 6 and 8 bits in
     tiles of 128, 0.4 for INT8 per tensor; for INT4 no limit tells a fault from a healthy unit, so that errors are to be
-    judged by their own history: 1.5 with ``error_history="ema"``. For INT2 neither does."""
+    judged by their own history: 1.5 with ``error_history="ema"``, beside an ``amax_limit``. For INT2 neither does."""
 
     error_history: ErrorHistory = "absolute"
     """What a channel error is compared with: "absolute" takes it as it is; "ema" divides it by an exponential mean of
@@ -58,7 +67,14 @@ class Policy:
     An error enters the mean as at most ``error_limit`` times the mean; one of 0, or that is not finite, never does."""
 
     error_ema_factor: float = 0.95
-    """Share of the old mean that stays at an update of an "ema" error history. 0 <= factor < 1."""
+    """Share of the old mean that stays at an update of an "ema" error history, and of that of amaxes.
+    0 <= factor < 1."""
+
+    amax_limit: float | None = None
+    """The largest magnitude of a unit's operand, divided by an exponential mean of its earlier ones: above it is a risk
+    above 1. > 0, None = not judged. Measured for INT4: 12. A unit without a mean has the ratio 1. An amax enters the
+    mean as at most twice the mean (ours: clipped at the limit itself, a fault that lasts would soon be the mean);
+    one of 0, or that is not finite, never does."""
 
     window_steps: int = 10
     """Recent GNMR values that Delta compares with, in steps in which the unit was observed. >= 1."""
@@ -82,15 +98,15 @@ class Policy:
     """A norm enters the history as at most this many times the mean, once 10 have entered. >= 1, None = unclipped."""
 
     burn_in_steps: int = 0
-    """A unit's first observations that do not enter its history; the same of its errors' history. >= 0."""
+    """A unit's first observations that do not enter its history; the same of its errors and amaxes. >= 0."""
 
     act_from_step: int = 0
     """At steps up to this one, norms are a risk only where they failed. >= 0. Channel errors that are compared with no
-    history count from the first step; with one, only those that are not finite do."""
+    history count from the first step; with one, and of amaxes, only those that are not finite do."""
 
     damping: bool = False
     """Scale the gradient of a unit with a risky norm down in the step itself, to its mean; recovery helps from the next
-    step on. A channel error says nothing about the size of a gradient, and scales none."""
+    step on. Channel error and amax say nothing about the size of a gradient, and scale none."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
@@ -104,6 +120,11 @@ class Policy:
                 raise ConfigError("error_limit", limit, allowed, "Set 0.3 for instance, or None to judge norms alone.")
             object.__setattr__(self, "error_limit", float(limit))
         self._check_error_history()
+        if self.amax_limit is not None:
+            if not is_real(self.amax_limit) or not 0 < self.amax_limit < math.inf:
+                allowed = "a limit of the ratio of amax to its mean is a finite number above 0."
+                raise ConfigError("amax_limit", self.amax_limit, allowed, "Set 12 for instance, or None to judge none.")
+            object.__setattr__(self, "amax_limit", float(self.amax_limit))
         for name, least, reason in (
             ("window_steps", 1, "the short window needs at least 1 step."),
             ("lock_steps", 0, "a lock lasts 0 or more steps."),

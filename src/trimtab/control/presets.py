@@ -39,6 +39,7 @@ def robust(
     act_from_step: int | None = None,
     error_limit: float | None = None,
     error_history: ErrorHistory = "absolute",
+    amax_limit: float | None = None,
     damping: bool = False,
 ) -> Policy:
     """The settings to train with: an exponential mean, clipped updates, and quiet while healthy.
@@ -60,6 +61,7 @@ def robust(
         act_from_step: None for ``burn_in_steps`` + 20.
         error_limit: See ``Policy``; which one is right depends on the recipe's number format.
         error_history: See ``Policy``; "ema" is for INT4, with an ``error_limit`` of 1.5.
+        amax_limit: See ``Policy``; for INT4, 12.
         damping: See ``Policy``.
 
     Raises:
@@ -87,6 +89,7 @@ def robust(
         act_from_step=burn_in + _LEARNING if act_from_step is None else act_from_step,
         error_limit=error_limit,
         error_history=error_history,
+        amax_limit=amax_limit,
         damping=damping,
     )
     if total_steps is not None:

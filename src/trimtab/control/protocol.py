@@ -9,7 +9,7 @@ from trimtab.control.arrays import Array
 from trimtab.control.checkpoint import LoadReport
 from trimtab.control.decision import Decision
 
-__all__ = ["ControllerLike", "PolicyLike"]
+__all__ = ["ControllerLike", "PolicyLike", "ask"]
 
 
 @runtime_checkable
@@ -46,6 +46,7 @@ class ControllerLike(Protocol):
         norms: Array | Sequence[float | None],
         errors: Array | Sequence[float | None] | None = None,
         risks: Array | Sequence[float | None] | None = None,
+        amaxes: Array | Sequence[float | None] | None = None,
     ) -> Decision:
         """Decide the next step's active set; everything is (units,).
 
@@ -53,6 +54,8 @@ class ControllerLike(Protocol):
             norms: This step's.
             errors: Channel errors, where known.
             risks: Risks raised from outside. A controller that does not take them works while none is raised.
+            amaxes: Largest magnitudes of the operands, where known. Given only if the policy has an ``amax_limit``, so
+                that a controller whose policy has none need not take them.
         """
         ...
 
@@ -78,3 +81,28 @@ class PolicyLike(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain JSON-able values, for the run record."""
         ...
+
+
+def ask(
+    controller: ControllerLike,
+    policy: object,
+    norms: Array,
+    errors: Array | None,
+    risks: Array | None,
+    amaxes: Array | None,
+) -> Decision:
+    """The decision of ``controller``, which is only given what there is, and amaxes only if ``policy`` judges them.
+
+    Args:
+        controller: One that ``policy`` started; see ``ControllerLike.update``.
+        policy: The settings.
+        norms: This step's. Everything is (units,).
+        errors: Channel errors; None = not known of any unit, as in the next ones.
+        risks: Raised risks.
+        amaxes: Largest magnitudes of the operands.
+    """
+    if amaxes is not None and getattr(policy, "amax_limit", None) is not None:
+        return controller.update(norms, errors, risks, amaxes)
+    if risks is not None:
+        return controller.update(norms, errors, risks)
+    return controller.update(norms, errors)

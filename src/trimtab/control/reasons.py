@@ -9,16 +9,16 @@ from trimtab.control.arrays import Array, Place
 
 __all__ = ["REASONS", "reasons_of", "without_locks"]
 
-REASONS = ("none", "gnmr", "delta", "error", "raised", "failed", "locked")
+REASONS = ("none", "gnmr", "delta", "error", "raised", "failed", "locked", "amax")
 """What the codes of ``Decision.reason`` stand for, by their number.
 
 none: Its risk is not above 1, and no lock holds it.
-gnmr, delta, error, raised: The risk is above 1, and this term is the greatest; of equal ones the first named.
+gnmr, delta, error, raised, amax: The risk is above 1, and this term is the greatest; of equal ones the first named.
 failed: The norm is NaN, infinite or negative.
 locked: Active through its lock alone.
 """
 
-NONE, GNMR, DELTA, ERROR, RAISED, FAILED, LOCKED = range(len(REASONS))
+NONE, GNMR, DELTA, ERROR, RAISED, FAILED, LOCKED, AMAX = range(len(REASONS))
 
 
 def reasons_of(terms: dict[int, Array], risky: Array, failed: Array, active: Array, place: Place) -> Array:

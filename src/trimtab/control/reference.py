@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trimtab.control.amax_history import AMAX_CLIP
 from trimtab.control.arrays import LARGEST
 from trimtab.control.checkpoint import ControllerMemory, UnitMemory
 from trimtab.control.decision import Decision
@@ -62,22 +63,20 @@ class ReferenceController:
         norms: Sequence[float],
         errors: Sequence[float | None] | None = None,
         risks: Sequence[float | None] | None = None,
+        amaxes: Sequence[float | None] | None = None,
     ) -> Decision:
         """Take the decision of one optimizer step; see ``Controller.update``."""
         if len(norms) != len(self.units):
             raise ValueError(f"norms: got {len(norms)}, but the controller has {len(self.units)} units.")
-        if errors is None:
-            errors = [None] * len(self.units)
-        if len(errors) != len(self.units):
-            raise ValueError(f"errors: got {len(errors)}, but the controller has {len(self.units)} units.")
-        if risks is None:
-            risks = [None] * len(self.units)
-        if len(risks) != len(self.units):
-            raise ValueError(f"risks: got {len(risks)}, but the controller has {len(self.units)} units.")
+        errors, risks, amaxes = (
+            self._one_a_unit(name, values)
+            for name, values in (("errors", errors), ("risks", risks), ("amaxes", amaxes))
+        )
         self.step += 1
         alpha, beta = self.policy.thresholds(self.step)
         gnmr, delta, risk, scale, cause = [], [], [], [], []
-        for memory, norm, error, raised in zip(self.memories, map(float, norms), errors, risks, strict=True):
+        columns = zip(self.memories, map(float, norms), errors, risks, amaxes, strict=True)
+        for memory, norm, error, raised, amax in columns:
             if is_failed(norm):
                 unit_gnmr = unit_delta = unit_risk = math.inf
                 unit_scale = 0.0
@@ -96,7 +95,11 @@ class ReferenceController:
             gnmr.append(unit_gnmr)
             delta.append(unit_delta)
             # Only here: damping went by what the norm alone says, the choice of units goes by the greatest of all.
-            terms |= {"error": error_risk_of(memory, error, self.step, self.policy), "raised": raised_risk_of(raised)}
+            terms |= {
+                "error": error_risk_of(memory, error, self.step, self.policy),
+                "raised": raised_risk_of(raised),
+                "amax": amax_risk_of(memory, amax, self.step, self.policy),
+            }
             risk.append(max(terms.values()))
             cause.append(max(terms, key=lambda name: terms[name]) if risk[-1] > 1 else "none")  # of equals the first
             scale.append(unit_scale)
@@ -128,6 +131,14 @@ class ReferenceController:
         """What ``Controller.state_dict`` returns after the same norms."""
         alpha, beta = self.policy.thresholds(max(self.step, 1))
         return ControllerMemory(self.step, alpha, beta, dict(zip(self.units, self.memories, strict=True))).to_dict()
+
+    def _one_a_unit(self, name: str, values: Sequence[float | None] | None) -> Sequence[float | None]:
+        """``values``, if there is one for each unit; where there are none, None for each."""
+        if values is None:
+            return [None] * len(self.units)
+        if len(values) != len(self.units):
+            raise ValueError(f"{name}: got {len(values)}, but the controller has {len(self.units)} units.")
+        return values
 
 
 def is_failed(norm: float) -> bool:
@@ -164,29 +175,41 @@ def error_risk_of(memory: UnitMemory, error: float | None, step: int, policy: Po
     """
     if policy.error_limit is None or error is None or not error >= 0:  # not `error < 0`: NaN is not known either
         return 0.0
-    error = float(error)
+    error, limit = float(error), policy.error_limit
     if policy.error_history == "absolute":
-        return min(error / policy.error_limit, LARGEST)  # +inf is kept for failed norms
-    if math.isinf(error):
-        return LARGEST  # a broken operand, at any step; it enters no history
-    if error == 0:
-        return 0.0  # not observed, as a norm of 0 is not
-    ratio = 1.0 if memory.error_mean == 0 else min(error / memory.error_mean, LARGEST)
-    remember_error(memory, error, policy.error_limit, policy)
-    return 0.0 if step <= policy.act_from_step else min(ratio / policy.error_limit, LARGEST)
+        return min(error / limit, LARGEST)  # +inf is kept for failed norms
+    risk, memory.error_seen, memory.error_mean = judge_by_history(
+        error, memory.error_seen, memory.error_mean, limit, limit, step, policy
+    )
+    return risk
 
 
-def remember_error(memory: UnitMemory, error: float, limit: float, policy: Policy) -> None:
-    """Let a channel error enter the unit's own mean, as at most ``limit`` times that mean."""
-    memory.error_seen += 1
-    if memory.error_seen <= policy.burn_in_steps:
-        return
-    if memory.error_mean == 0:
-        memory.error_mean = error
-        return
+def amax_risk_of(memory: UnitMemory, amax: float | None, step: int, policy: Policy) -> float:
+    """The ratio of amax to the mean of the unit's earlier ones, in units of its limit; 0 as for errors."""
+    if policy.amax_limit is None or amax is None or not amax >= 0:
+        return 0.0
+    risk, memory.amax_seen, memory.amax_mean = judge_by_history(
+        float(amax), memory.amax_seen, memory.amax_mean, policy.amax_limit, AMAX_CLIP, step, policy
+    )
+    return risk
+
+
+def judge_by_history(
+    value: float, seen: int, mean: float, limit: float, clip: float, step: int, policy: Policy
+) -> tuple[float, int, float]:
+    """The risk of ``value`` beside the ``mean`` of those before; how many were ``seen`` with it, and their mean."""
+    if math.isinf(value):
+        return LARGEST, seen, mean  # a broken operand, at any step; it enters no history
+    if value == 0:
+        return 0.0, seen, mean  # not observed, as a norm of 0 is not
+    ratio = 1.0 if mean == 0 else min(value / mean, LARGEST)
+    risk = 0.0 if step <= policy.act_from_step else min(ratio / limit, LARGEST)
+    if seen < policy.burn_in_steps:
+        return risk, seen + 1, mean
+    if mean == 0:
+        return risk, seen + 1, value
     factor = policy.error_ema_factor
-    entering = min(error, limit * memory.error_mean)
-    memory.error_mean = min(factor * memory.error_mean + (1 - factor) * entering, LARGEST)
+    return risk, seen + 1, min(factor * mean + (1 - factor) * min(value, clip * mean), LARGEST)
 
 
 def raised_risk_of(raised: float | None) -> float:

@@ -27,31 +27,36 @@ LONG_STEPS = 50
 """Flagged for as many steps on end is no burst: five locks of the ``robust`` policy. Our choice."""
 
 
-def wants_quantizer_stats(setting: bool | None, error_limit: float | None, recipe: Recipe | None) -> bool:
+def wants_quantizer_stats(
+    setting: bool | None, error_limit: float | None, recipe: Recipe | None, amax_limit: float | None = None
+) -> bool:
     """Whether a guard with these settings is to observe the quantizers.
 
     Args:
         setting: ``quantizer_stats`` of ``attach``; None = if the policy judges by them.
         error_limit: The policy's.
         recipe: The recipe, if any.
+        amax_limit: The policy's.
 
     Raises: ConfigError: when the settings contradict one another.
     """
     if setting is not None and not isinstance(setting, bool):
         raise ConfigError("quantizer_stats", setting, "it is True, False or None.", "Set one of them.")
-    if setting is False and error_limit is not None:
+    limits = _given(error_limit, amax_limit)
+    if setting is False and limits:
+        name = next(iter(limits))
         raise ConfigError(
             "quantizer_stats",
             setting,
-            f"the policy's error_limit={error_limit!r} judges units by what their quantizers do.",
-            "Leave quantizer_stats out, or set error_limit to None.",
+            f"{_who_asks(limits)} judges units by what their quantizers do.",
+            f"Leave quantizer_stats out, or set {name} to None.",
         )
-    wanted = bool(setting) or error_limit is not None
+    wanted = bool(setting) or bool(limits)
     if wanted and recipe is None:
         raise ConfigError(
             "recipe",
             recipe,
-            f"{_who_asks(error_limit)} needs quantizers to observe, and without a recipe there are none.",
+            f"{_who_asks(limits)} needs quantizers to observe, and without a recipe there are none.",
             "Attach with a recipe, or leave it out.",
         )
     return wanted
@@ -69,7 +74,8 @@ class QuantizerStats:
         places: Position of each of the conversion's units among the guard's. Shape (R,).
         num_units: U.
         error_limit: The policy's. With one, units on the recovery path are observed as well.
-        error_history: The policy's; where the limit is no error but a ratio, too many units above it are not told.
+        error_history: The policy's.
+        amax_limit: The policy's; as ``error_limit``.
 
     Raises: ConfigError: when the conversion is no ``QuantizerObserver``.
     """
@@ -82,12 +88,14 @@ class QuantizerStats:
         num_units: int,
         error_limit: float | None,
         error_history: str = "absolute",
+        amax_limit: float | None = None,
     ) -> None:
+        self._limits = _given(error_limit, amax_limit)
         if not isinstance(conversion, QuantizerObserver):
             raise ConfigError(
                 "recipe",
                 recipe.name,
-                f"{_who_asks(error_limit)} needs a recipe that tells what its quantizers do, and this one does not.",
+                f"{_who_asks(self._limits)} needs a recipe that tells what its quantizers do, and this one does not.",
                 "Choose a recipe whose conversion is a trimtab.precision.QuantizerObserver, or leave it out.",
             )
         self._observer: QuantizerObserver = conversion
@@ -95,8 +103,10 @@ class QuantizerStats:
         self._places = list(places)
         self._num_units = num_units
         self._limit_of_errors = error_limit if error_history == "absolute" else None
+        # Of what is no error but a ratio, only the decision knows whether it is above its limit.
+        self._told_by_reason = [name.removesuffix("_limit") for name in self._limits]
         self._num_long = 0
-        conversion.observe_quantizers(shadow=error_limit is not None)
+        conversion.observe_quantizers(shadow=bool(self._limits))
 
     @property
     def size(self) -> int:
@@ -105,7 +115,10 @@ class QuantizerStats:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """This step's statistics, flat, the maximum over the ranks, NaN where none knows any; device work only."""
+        """This step's statistics, flat, the maximum over the ranks, NaN where none knows any; device work only.
+
+        They are float32, as which the record keeps an amax.
+        """
         stats = self._observer.take_quantizer_stats()
         if stats is None:
             # A rank that has seen nothing still takes part in what all ranks do.
@@ -119,7 +132,7 @@ class QuantizerStats:
             for group in groups:
                 torch.distributed.all_reduce(stats, op=torch.distributed.ReduceOp.MAX, group=group)
             stats = stats.masked_fill(stats < 0, torch.nan)
-        return stats.detach().flatten()
+        return stats.detach().flatten().to(torch.float32)
 
     def drop(self) -> None:
         """Forget what was seen since the last reading: its step is not observed."""
@@ -138,27 +151,50 @@ class QuantizerStats:
             return None
         return {name: table[:, column].copy() for column, name in enumerate(QUANTIZER_STATS)}
 
-    def too_many_for_long(self, values: QuantizerValues | None, budget: int) -> str | None:
-        """A sentence when more units than the budget have been above the limit for ``LONG_STEPS`` steps on end.
+    def too_many_for_long(self, values: QuantizerValues | None, budget: int, reasons: Sequence[str] = ()) -> str | None:
+        """A sentence when more units than the budget have been above a limit for ``LONG_STEPS`` steps on end.
 
         Rotating a recovery path that is too small among them does no good: as measured, no more than any schedule.
+
+        Args:
+            values: The step's.
+            budget: The most units that are ever active at once.
+            reasons: The decision's, for the limits of ratios: what made each unit's risk. Empty: it is not known.
         """
-        if self._limit_of_errors is None:
+        if not self._limits:
             return None
-        num_above = 0 if values is None else int((values["error"] > self._limit_of_errors).sum())
+        num_above = 0
+        if values is not None:
+            above = np.zeros(len(values["error"]), np.bool_)
+            if self._limit_of_errors is not None:
+                above |= values["error"] > self._limit_of_errors
+            if reasons:
+                above |= np.isin(reasons, self._told_by_reason)
+            num_above = int(above.sum())
         self._num_long = self._num_long + 1 if num_above > budget else 0
         if self._num_long < LONG_STEPS:
             return None
+        limits = " or ".join(f"{name}={limit:g}" for name, limit in self._limits.items())
         return (
-            f"The channel error of {num_above} units is above error_limit={self._limit_of_errors:g}, and for "
-            f"{self._num_long} steps these have been more units than the {budget} that max_active allows on the "
-            "recovery path. Passing it on from one to the next does not help them: give the low-cost path a finer "
-            "scale or a wider format."
+            f"The quantizers of {num_above} units are above {limits}, and for {self._num_long} steps these have been "
+            f"more units than the {budget} that max_active allows on the recovery path. Passing it on from one to the "
+            "next does not help them: give the low-cost path a finer scale or a wider format."
         )
 
 
-def quantizer_metrics(values: QuantizerValues | None) -> dict[str, float]:
-    """A step's values for a logger, flat; only those that are known of some unit."""
+def quantizer_metrics(values: QuantizerValues | None, detail_of: Sequence[str] = ()) -> dict[str, float]:
+    """A step's values for a logger, flat; only those that are known of some unit.
+
+    Args:
+        values: Of one step.
+        detail_of: Names of the units whose own values are to be named too, ``trimtab/quantizer/<unit>/error``: all of
+            them, or none.
+
+    Example:
+        >>> values = {name: np.array([0.5, np.nan]) for name in QUANTIZER_STATS}
+        >>> [name for name in quantizer_metrics(values, ["q", "k"]) if "error" in name]
+        ['trimtab/quantizer/error_max', 'trimtab/quantizer/error_mean', 'trimtab/quantizer/q/error']
+    """
     if values is None:
         return {}
     known = {name: column[~np.isnan(column)] for name, column in values.items()}
@@ -166,11 +202,24 @@ def quantizer_metrics(values: QuantizerValues | None) -> dict[str, float]:
     finite = known["error"][np.isfinite(known["error"])]
     if finite.size:
         metrics["trimtab/quantizer/error_mean"] = float(finite.mean())
+    if detail_of:
+        metrics |= {
+            f"trimtab/quantizer/{unit}/{name}": float(value)
+            for name, column in values.items()
+            for unit, value in zip(detail_of, column, strict=True)
+            if not np.isnan(value)
+        }
     return metrics
 
 
-def _who_asks(error_limit: float | None) -> str:
-    return "quantizer_stats=True" if error_limit is None else f"the policy's error_limit={error_limit!r}"
+def _given(error_limit: float | None, amax_limit: float | None) -> dict[str, float]:
+    """The limits that a policy has, by the names of its settings."""
+    limits = {"error_limit": error_limit, "amax_limit": amax_limit}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _who_asks(limits: dict[str, float]) -> str:
+    return next((f"the policy's {name}={limit!r}" for name, limit in limits.items()), "quantizer_stats=True")
 
 
 def _groups_of(units: Iterable[Unit]) -> list[Any]:

@@ -86,8 +86,8 @@ class Conversion(Protocol):
 class QuantizerObserver(Protocol):
     """What a ``Conversion`` may offer besides: statistics of what the low-cost path's quantizers did to their operands.
 
-    Policies with an ``error_limit`` need it. Where a unit has several quantized operands, it is up to the recipe which
-    one it judges. Forwards without gradients, as in an evaluation, are not looked at.
+    Policies with an ``error_limit`` or an ``amax_limit`` need it. Where a unit has several quantized operands, it is up
+    to the recipe which one it judges. Forwards without gradients, as in an evaluation, are not looked at.
     """
 
     def observe_quantizers(self, shadow: bool) -> None:

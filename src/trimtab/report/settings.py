@@ -99,6 +99,9 @@ class ReplaySettings:
     """A channel error above it is a risk; 0 judges norms alone."""
     error_history: Literal["absolute", "ema"] | None = None
     """What error_limit holds: the error itself, or its ratio to the unit's own earlier errors."""
+    amax_limit: float | None = None
+    """A largest magnitude of the operand above so many times the mean of the unit's earlier ones is a risk; 0 judges
+    none."""
     window_steps: int | None = None
     """Recent GNMR values that Delta compares with."""
     lock_steps: int | None = None
@@ -129,9 +132,9 @@ class ReplaySettings:
     @property
     def changes(self) -> dict[str, Any]:
         """The settings of the policy that were given."""
-        names = ("alpha", "beta", "error_limit", "error_history", "window_steps", "lock_steps", "max_active", "history")
+        names = ("alpha", "beta", *_LIMITS, "error_history", "window_steps", "lock_steps", "max_active", "history")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return given | ({"error_limit": None} if given.get("error_limit") == 0 else {})
+        return given | {name: None for name in _LIMITS if given.get(name) == 0}
 
     @property
     def grid(self) -> dict[str, list[Any]]:
@@ -171,7 +174,10 @@ class CalibrateSettings:
     """Print JSON for machines."""
 
 
-_NUMBERS = ("alpha", "beta", "error_limit", "window_steps", "lock_steps", "max_active")
+_LIMITS = ("error_limit", "amax_limit")
+"""Settings of a policy that 0 switches off on the command line."""
+
+_NUMBERS = ("alpha", "beta", *_LIMITS, "window_steps", "lock_steps", "max_active")
 """Settings of a policy that no text can be meant for."""
 
 

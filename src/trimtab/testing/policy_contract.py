@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trimtab.control import REASONS, ControllerLike, Decision, PolicyLike
+from trimtab.control import ControllerLike, Decision, PolicyLike
 
 __all__ = ["PolicyContract"]
 
 _FIELDS = ("gnmr", "delta", "risk", "scale", "active", "lock", "reason")
 _NASTY = (0.0, math.nan, math.inf, -math.inf, -1.0, 5e-324, 1e-310, 1e308, float(np.finfo(float).max))
 _BESIDE, _OFTEN = (0.1, 0.9, 3.0, math.nan, math.inf, -1.0), (0.6, 0.1, 0.1, 0.1, 0.05, 0.05)
-"""Channel errors and raised risks, and how often each is drawn."""
+"""Channel errors, raised risks and amaxes, and how often each is drawn."""
 
 
 class _Inputs(NamedTuple):
@@ -27,6 +27,15 @@ class _Inputs(NamedTuple):
     norms: list[float]
     errors: list[float] | None
     risks: list[float] | None
+
+
+class _AmaxInputs(NamedTuple):
+    """So too, where the policy judges amaxes; a controller whose policy does not need not take them."""
+
+    norms: list[float]
+    errors: list[float] | None
+    risks: list[float] | None
+    amaxes: list[float] | None
 
 
 class PolicyContract:
@@ -67,8 +76,10 @@ class PolicyContract:
         """A fresh controller; of the same units in another order where these are given."""
         return self.policy().start(list(units or self.units), list(self.recoverable))
 
-    def inputs(self, seed: int = 0) -> list[_Inputs]:
+    def inputs(self, seed: int = 0) -> list[_Inputs] | list[_AmaxInputs]:
         """Norms, channel errors and raised risks of a run: plain ones, bursts, and whatever a run may bring.
+
+        With amaxes, where the policy has an ``amax_limit``.
 
         The first half is mostly plain; from there on some steps hold nothing, or nothing that is a number.
         """
@@ -84,7 +95,10 @@ class PolicyContract:
             beside = [generator.choice(_BESIDE, num_units, p=_OFTEN) for _ in range(2)]
             errors, risks = (values.tolist() if generator.random() < 0.3 else None for values in beside)
             found.append(_Inputs(norms.tolist(), errors, risks))
-        return found
+        if getattr(self.policy(), "amax_limit", None) is None:
+            return found
+        amaxes = generator.choice(_BESIDE, (self.num_steps, num_units), p=_OFTEN).tolist()
+        return [_AmaxInputs(*given, of_step) for given, of_step in zip(found, amaxes, strict=True)]
 
     def decisions(self, seeds: Sequence[int] = (0, 1, 2)) -> Iterator[tuple[ControllerLike, Decision]]:
         """Every decision of a run a seed, and the controller that has just taken it."""
@@ -147,7 +161,7 @@ class PolicyContract:
                 assert not unknown.any(), f"step {decision.step}: a risk above 1 has no reason"
                 without = (risk <= 1) & ~np.isin(reasons, ["none", "locked"])
                 assert not without.any(), f"step {decision.step}: a reason, and no risk above 1"
-                held = (reasons == REASONS[-1]) & ~np.asarray(decision.active)
+                held = (reasons == "locked") & ~np.asarray(decision.active)
                 assert not held.any(), f"step {decision.step}: a unit is locked, and not active"
 
     def test_the_same_inputs_give_the_same_decisions(self) -> None:

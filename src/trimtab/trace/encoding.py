@@ -1,7 +1,7 @@
 """How arrays and settings become columns of the record, and back.
 
-Norms and channel errors are kept exactly, because replay starts from them. Scores follow from these, so float32 is
-enough for them: they are there to be looked at.
+Norms, channel errors and amaxes are kept exactly, because replay starts from them; an amax is a float32 as it comes.
+Scores follow from these, so float32 is enough for them: they are there to be looked at.
 """
 
 from __future__ import annotations

@@ -19,8 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control import Controller, ControllerLike, Decision, LoadReport, Policy, PolicyLike
+from trimtab.control.amax_history import judge_amaxes
 from trimtab.control.arrays import LARGEST, place_of
-from trimtab.control.reasons import DELTA, ERROR, GNMR, RAISED, reasons_of
+from trimtab.control.error_history import judge_errors
+from trimtab.control.own_history import OwnHistory
+from trimtab.control.reasons import AMAX, DELTA, ERROR, GNMR, RAISED, reasons_of
 from trimtab.control.schedules import threshold_at
 from trimtab.control.scores import CLIP_AFTER, downscale, recent_values
 from trimtab.control.selection import next_lock, select_active
@@ -36,7 +39,8 @@ _HOST = place_of(np.zeros(1))
 # Settings that this file knows. With any other one set, the truth decides.
 _KNOWN = frozenset(
     {
-        *("alpha", "beta", "error_limit", "window_steps", "lock_steps", "max_active", "damping"),
+        *("alpha", "beta", "error_limit", "error_history", "error_ema_factor", "amax_limit"),
+        *("window_steps", "lock_steps", "max_active", "damping"),
         *("history", "ema_factor", "history_steps", "history_clip", "burn_in_steps", "act_from_step"),
     }
 )
@@ -109,17 +113,18 @@ class FastController:
         """The most units that are ever active at once."""
         return self._truth.budget
 
-    def update(self, norms: Any, errors: Any = None, risks: Any = None) -> Decision:
+    def update(self, norms: Any, errors: Any = None, risks: Any = None, amaxes: Any = None) -> Decision:
         """Take the decision of one optimizer step; see ``Controller.update``.
 
         Args:
             norms: As there, but always an array of NumPy's, one float64 a unit. It is left as it is.
             errors: So too, or None.
             risks: So too, or None.
+            amaxes: So too, or None.
         """
         alpha, beta = self._threshold("alpha"), self._threshold("beta")
         with np.errstate(all="ignore"):
-            return self._decide(norms, errors, risks, alpha, beta)
+            return self._decide(norms, errors, risks, amaxes, alpha, beta)
 
     def state_dict(self) -> dict[str, Any]:
         """As ``Controller.state_dict``."""
@@ -138,6 +143,10 @@ class FastController:
         state = self._truth.state_dict() | {"step": self._step, **self._in_force}
         for index, name in enumerate(self.units):
             state["units"][name] |= {key: values[index] for key, values in columns.items()}
+            for kind, history in (("error", self._errors), ("amax", self._amaxes)):
+                if history.seen[index]:  # `UnitMemory` has none otherwise
+                    remembered = {"seen": int(history.seen[index]), "mean": float(history.mean[index])}
+                    state["units"][name] |= {f"{kind}_{key}": value for key, value in remembered.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> LoadReport:
@@ -154,6 +163,9 @@ class FastController:
         self._step: int = state["step"]
         self._in_force: dict[str, float] = {name: state[name] for name in ("alpha", "beta")}
         self._seen, self._entered, self._mean = (_floats(units, name) for name in ("seen", "entered", "mean"))
+        self._errors, self._amaxes = (
+            OwnHistory(*(_floats(units, f"{kind}_{key}") for key in ("seen", "mean"))) for kind in ("error", "amax")
+        )
         self._lock = np.array([unit["lock"] for unit in units], np.int64)
         self._active = np.array([unit["active"] for unit in units], np.bool_)
         self._queue = _Rows([unit["queue"] for unit in units], policy.window_steps)
@@ -178,7 +190,13 @@ class FastController:
         return self._in_force[name]
 
     def _decide(
-        self, norms: Floats, errors: Floats | None, risks: Floats | None, alpha: float, beta: float
+        self,
+        norms: Floats,
+        errors: Floats | None,
+        risks: Floats | None,
+        amaxes: Floats | None,
+        alpha: float,
+        beta: float,
     ) -> Decision:
         policy, step = self.policy, self._step + 1
         # None stands for all that were observed, and none that failed. A NaN fails both comparisons.
@@ -205,11 +223,14 @@ class FastController:
             risk = np.where(failed, np.inf, risk)
         scale = self._damping(norms, risk, observed, failed)
         if errors is not None and policy.error_limit is not None:
-            terms[ERROR] = np.where(errors >= 0, np.minimum(errors / policy.error_limit, LARGEST), 0.0)
+            terms[ERROR], self._errors = judge_errors(self._errors, errors, policy.error_limit, step, policy, _HOST)
             risk = np.maximum(risk, terms[ERROR])
         if risks is not None:
             terms[RAISED] = np.where(risks >= 0, np.minimum(risks, LARGEST), 0.0)
             risk = np.maximum(risk, terms[RAISED])
+        if amaxes is not None and policy.amax_limit is not None:
+            terms[AMAX], self._amaxes = judge_amaxes(self._amaxes, amaxes, policy.amax_limit, step, policy, _HOST)
+            risk = np.maximum(risk, terms[AMAX])
         risky = risk > 1
         candidates = (risky | (self._lock > 0)) & self._can_recover
         # With places for all of them there is nothing to choose.
@@ -361,4 +382,4 @@ class _Rows:
 
 
 def _floats(units: Sequence[Mapping[str, Any]], name: str) -> Floats:
-    return np.array([unit[name] for unit in units], np.float64)
+    return np.array([unit.get(name, 0.0) for unit in units], np.float64)

@@ -15,9 +15,9 @@ __all__ = ["build_again", "score_settings"]
 def build_again(settings: Any, threshold: Callable[[str, Any], Any], remedy: str) -> PolicyLike:
     """The policy whose ``to_dict`` a record holds, with the thresholds that the caller has for it.
 
-    All policies of ``trimtab.control`` go by norms, channel errors, raised risks, the step, and by what their settings
-    hold: no decision needs more than is in the record. A policy of anybody else's is known by its settings alone, and
-    is refused.
+    All policies of ``trimtab.control`` go by norms, channel errors, amaxes, raised risks, the step, and by what their
+    settings hold: no decision needs more than is in the record. A policy of anybody else's is known by its settings
+    alone, and is refused.
 
     Args:
         settings: What the record's config has as its policy.

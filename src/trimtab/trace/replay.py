@@ -1,4 +1,4 @@
-"""What a policy would have decided on the norms, channel errors and raised risks of a recorded run."""
+"""What a policy would have decided on the norms, channel errors, amaxes and raised risks of a recorded run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control import ControllerLike, PolicyLike
+from trimtab.control.protocol import ask
 from trimtab.errors import TrimtabError
 from trimtab.trace.fast_replay import start_replay
 from trimtab.trace.policies import build_again
@@ -45,7 +46,7 @@ class Replay:
 
 
 def replay(run: Run | str | os.PathLike[str], policy: PolicyLike | None = None) -> Replay:
-    """Take a run's decisions again from its recorded norms, channel errors and raised risks, with any policy.
+    """Take a run's decisions again from its recorded norms, channel errors, amaxes and raised risks, with any policy.
 
     A set routed by hand changes what ran, and so the norms, but no decision: it is in the row of the step that ran
     under it, as ``extra["routed_by_hand"]``, and replay passes it over.
@@ -99,6 +100,7 @@ class _Player:
         self._segment: Segment | None = None
         self._units: tuple[str, ...] = ()
         self._controller: ControllerLike | None = None
+        self._judging: PolicyLike | None = None
         self._in_force: dict[str, float] = {}
         self._last_step = 0
         num_rows = run.num_steps
@@ -124,14 +126,12 @@ class _Player:
         for name in ("alpha", "beta"):
             if not np.isnan(row.scalars[name]):
                 self._in_force[name] = row.scalars[name]
-        if row.errors is None and getattr(self._policy, "error_limit", None) is not None:
-            self._note(
-                "Some steps hold no channel errors for the policy's error_limit; they were judged by norms alone."
-            )
+        for held, limit, what in ((row.errors, "error_limit", "channel errors"), (row.amax, "amax_limit", "amaxes")):
+            if held is None and getattr(self._policy, limit, None) is not None:
+                self._note(f"Some steps hold no {what} for the policy's {limit}; they were judged without.")
         risks = raised_risks((row.extra or {}).get("raised"), self._units)
-        # As the guard asks: a controller that takes no risks is only given some where there are some.
-        more = () if risks is None else (risks,)
-        decision = self._controller.update(row.norms, row.errors, *more)
+        amaxes = None if row.amax is None else row.amax.astype(np.float64)
+        decision = ask(self._controller, self._judging, row.norms, row.errors, risks, amaxes)
         scalars = row.scalars | {"alpha": float(decision.alpha), "beta": float(decision.beta)}
         made = dataclasses.replace(
             row,
@@ -173,7 +173,7 @@ class _Player:
             )
         if first:
             self._last_step = segment.start_step
-        self._controller = controller
+        self._controller, self._judging = controller, policy
 
     def _recorded_policy(self, segment: Segment) -> PolicyLike:
         """The policy of ``segment``, with the thresholds that its rows say were in force."""

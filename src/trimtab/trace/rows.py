@@ -59,7 +59,8 @@ class StepRow:
     errors: ArrayLike | None = None
     """Shape (units,). Channel errors, kept exactly: replay starts from them too. NaN = not known. None: none is."""
     quantizer: Mapping[str, ArrayLike] | None = None
-    """What else the quantizers say, by ``QUANTIZER_COLUMNS``; each of shape (units,), NaN = not known."""
+    """What else the quantizers say, by ``QUANTIZER_COLUMNS``; each of shape (units,), NaN = not known. Kept as float32,
+    which an amax is: replay starts from it too."""
     alpha: float | None = None
     """Threshold of GNMR in force."""
     beta: float | None = None

@@ -104,7 +104,7 @@ class StepTable:
     saturated_share: NDArray[np.float32]
     """Share of the values that it clipped. (T, U)"""
     amax: NDArray[np.float32]
-    """Largest magnitude of its operand. (T, U)"""
+    """Largest magnitude of its operand, exactly as the decision had it. (T, U)"""
     reason: NDArray[np.int8]
     """What made the risk or holds the unit, codes of ``trimtab.control.REASONS``; 0 also where not recorded. (T, U)"""
 

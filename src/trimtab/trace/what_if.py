@@ -196,7 +196,7 @@ class HealthyThresholds:
 
 
 def what_if(run: Run | str | os.PathLike[str], policies: Mapping[str, PolicyLike]) -> WhatIf:
-    """Say what each policy would have decided on a run's norms, channel errors and raised risks.
+    """Say what each policy would have decided on a run's norms, channel errors, amaxes and raised risks.
 
     The record is read once, whatever the number of policies; each keeps one bit a unit and step.
 

@@ -43,8 +43,8 @@ class ScoredPolicy(ABC):
     """Its name on the command line, and the ``kind`` in a record."""
 
     scores: Policy = field(default_factory=Policy)
-    """Settings of the GNMR scores that are recorded beside, with ``damping`` and ``error_limit``; they choose nothing,
-    and their budget and locks are not used."""
+    """Settings of the GNMR scores that are recorded beside, with ``damping``, ``error_limit`` and ``amax_limit``; they
+    choose nothing, and their budget and locks are not used."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.scores, Policy):
@@ -59,6 +59,11 @@ class ScoredPolicy(ABC):
     def error_limit(self) -> float | None:
         """As ``scores`` has it, so that both sides of a comparison measure their quantizers alike."""
         return self.scores.error_limit
+
+    @property
+    def amax_limit(self) -> float | None:
+        """As ``scores`` has it; so too."""
+        return self.scores.amax_limit
 
     @abstractmethod
     def budget(self, num_recoverable: int) -> int:
@@ -106,7 +111,7 @@ class ChoosingController(OwnChoice, ABC):
     """Takes the recoverable units of the highest rank above 0, at most as many as the budget allows.
 
     Of equal ranks the unit nearest the loss wins, as in ``Controller``. A failed norm is not observed: it changes no
-    rank. Raised risks and channel errors are scored, and choose nothing.
+    rank. Raised risks, channel errors and amaxes are scored, and choose nothing.
 
     Args:
         units: Number of units, or their names from the input to the loss.
@@ -147,14 +152,15 @@ class ChoosingController(OwnChoice, ABC):
         norms: Array | Sequence[float | None],
         errors: Array | Sequence[float | None] | None = None,
         risks: Array | Sequence[float | None] | None = None,
+        amaxes: Array | Sequence[float | None] | None = None,
     ) -> Decision:
-        """Choose the next step's active set, and score norms, errors and risks; see ``Controller.update``.
+        """Choose the next step's active set, and score what is given; see ``Controller.update``.
 
         Raises:
-            ValueError: when the number of norms, of errors or of risks is not the number of units.
+            ValueError: when the number of norms, of errors, of risks or of amaxes is not the number of units.
         """
         norms = to_array(norms)
-        scored = self._scorer.update(norms, errors, risks)
+        scored = self._scorer.update(norms, errors, risks, amaxes)
         place = place_of(scored.active)
         gnmr = to_numpy(scored.gnmr)
         mask = np.isfinite(gnmr)

@@ -12,7 +12,7 @@
   const WHY = {
     gnmr: "gradient norm above alpha times its history", delta: "gradient norm jumped above beta",
     error: "channel error above its limit", raised: "risk raised by an alarm", failed: "gradient norm failed",
-    locked: "locked since an earlier risk",
+    locked: "locked since an earlier risk", amax: "largest magnitude above its limit times its history",
   };
   const root = document.documentElement;
   const redraws = new Set();
