@@ -50,7 +50,7 @@ def test_dependencies_point_inward(path):
         assert not offending, f"{path.name} imports {offending}"
     if ring(path) not in ("experiments", "cli.py"):
         assert not {n for n in names if n.startswith("trimtab.experiments")}
-    if ring(path) != "testing":
+    if ring(path) not in ("testing", "__init__.py"):  # the public API names every room
         assert not {n for n in names if n.startswith("trimtab.testing")}
 
 
