@@ -17,6 +17,7 @@ class TestBitsandbytesLinear(RecipeContract):
         self.bits = request.param
         # On a CPU bitsandbytes has sizes that its 4-bit kernels do not take compiled, which takes longer than all else.
         self.odd_features = self.bits == 8
+        self.observes_quantizers = self.bits == 8
         self.compiles_in_one_graph = self.bits == 8
         self.why_not_one_graph = "4 bits compile as 8 bits do, and compiling takes seconds"
 

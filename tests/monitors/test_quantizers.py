@@ -11,7 +11,21 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
 from trimtab.monitors.quantizers import LONG_STEPS, QuantizerStats, quantizer_metrics, wants_quantizer_stats
-from trimtab.precision import QUANTIZER_STATS, QuantizerObserver, SavedActivations, find_units
+from trimtab.precision import (
+    QUANTIZER_STATS,
+    BitsandbytesLinear,
+    Int8Base,
+    QuantizedGemm,
+    QuantizerObserver,
+    SavedActivations,
+    TorchaoFloat8,
+    TorchaoInt8Base,
+    TorchaoMXFP8,
+    find_units,
+)
+from trimtab.precision.attention_backward import AttentionBackwardConversion
+from trimtab.precision.recipe import why_unobserved
+from trimtab.precision.transformer_engine import TransformerEngineConversion
 from trimtab.trace import QUANTIZER_COLUMNS
 
 NAN = float("nan")
@@ -94,9 +108,46 @@ def test_a_conversion_that_cannot_tell_is_refused_by_the_name_of_its_recipe():
         ConfigError, match=r"^recipe='saved-activations': the policy's error_limit=0\.3 needs"
     ) as caught:
         QuantizerStats(SavedActivations(), Blind(), [], 4, 0.3)
-    assert "QuantizerObserver" in caught.value.remedy
+    assert caught.value.remedy == (
+        "Choose SavedActivations, QuantizedGemm, Int8Base, TorchaoFloat8, TorchaoMXFP8 or BitsandbytesLinear(8), or "
+        "another whose conversion is a trimtab.precision.QuantizerObserver, or leave it out."
+    )
     with pytest.raises(ConfigError, match="quantizer_stats=True needs"):
         QuantizerStats(SavedActivations(), Blind(), [], 4, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "can_tell"),
+    [
+        (SavedActivations(), True),
+        (QuantizedGemm(), True),
+        (Int8Base(), True),
+        (TorchaoFloat8(), True),
+        (TorchaoMXFP8(), True),
+        (BitsandbytesLinear(8), True),
+        (BitsandbytesLinear(4), False),
+        (TorchaoInt8Base(), False),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_recipes_that_the_refusal_names_are_those_that_can_tell(recipe, can_tell):
+    package = {"torchao": "torchao", "bnb": "bitsandbytes"}.get(recipe.name.partition("-")[0])
+    if package is not None:
+        pytest.importorskip(package)
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.requires_grad_(isinstance(recipe, SavedActivations | QuantizedGemm | TorchaoFloat8 | TorchaoMXFP8))
+    conversion = recipe.convert(model, find_units(model))
+    assert (why_unobserved(conversion) is None) == can_tell
+    if can_tell:
+        QuantizerStats(recipe, conversion, [0], 1, 0.3)
+        return
+    with pytest.raises(ConfigError, match="this one quantizes weights only"):
+        QuantizerStats(recipe, conversion, [0], 1, 0.3)
+
+
+@pytest.mark.parametrize("conversion", [AttentionBackwardConversion, TransformerEngineConversion])
+def test_paths_without_a_quantizer_of_activations_that_we_see_do_not_tell(conversion):
+    assert not hasattr(conversion, "observe_quantizers")
 
 
 def test_quantizers_are_observed_if_the_policy_judges_them_or_the_user_asks():

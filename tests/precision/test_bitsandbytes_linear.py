@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import trimtab
 from trimtab.errors import ConfigError, MissingExtraError
@@ -81,6 +82,125 @@ def test_in_8_bits_both_products_are_bitsandbytes_own(dtype, threshold):
     mine, expected = both(model, theirs, x)
     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
     assert not torch.equal(mine[0], nn.functional.linear(x, model[0].weight))
+
+
+def nasty(dtype):
+    """Magnitudes over the range of float16, tokens of zeros, of halves of a step, and of its smallest numbers."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.exp2(torch.randint(-22, 14, (48, 64), generator=generator).float())
+    x = torch.randn(48, 64, generator=generator) * size
+    x[0] = 0
+    x[1] = torch.arange(64) - 0.5
+    x[1, 0] = 127
+    x[2] = torch.arange(64) * 2.0**-24
+    x[3, 0] = 65280  # 2**16 - 2**8, which bfloat16 holds
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("make_x", [nasty, lambda dtype: torch.randn(48, 64).to(dtype)], ids=["nasty", "random"])
+@pytest.mark.parametrize("threshold", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_observed_is_what_bitsandbytes_makes_of_the_input(dtype, threshold, make_x):
+    model, x = frozen(dtype=dtype), make_x(dtype)
+    conversion = convert(model, threshold=threshold)
+    conversion.observe_quantizers(shadow=True)
+    codes, amax, outliers = bnb.functional.int8_vectorwise_quant(x.to(torch.float16), threshold=threshold)
+    values = codes.double() * amax.double()[:, None] / 127
+    judged = torch.ones(64, dtype=torch.bool)
+    if threshold:
+        judged[outliers.long()] = False
+        assert len(outliers) > 0
+    of_x, values = x.double()[:, judged], values[:, judged]
+    size = of_x.norm(dim=0)
+    # Where all channels have outliers, none is left to judge.
+    error = ((of_x - values).norm(dim=0) / size)[size > 0].mean() if judged.any() else torch.zeros(())
+    flushed = ((values == 0) & (of_x != 0)).sum() / (of_x != 0).sum().clamp(min=1)
+    expected = torch.stack([error, flushed, torch.zeros(()), x.to(torch.float16).abs().max()]).float()
+    for active in (False, True):
+        conversion.route([active])
+        model(x)
+        # Codes times scales are rounded once each, and so is every sum of the norms.
+        torch.testing.assert_close(conversion.take_quantizer_stats()[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("make_x", [nasty, lambda dtype: torch.randn(48, 64).to(dtype)], ids=["nasty", "random"])
+def test_the_codes_behind_what_is_observed_are_bitsandbytes_own(make_x):
+    x = make_x(torch.float16)
+    codes, amax, _ = bnb.functional.int8_vectorwise_quant(x)
+    values, _ = path._INT8.values(x)
+    steps = (values.double() * 127 / amax.double().clamp(min=1e-30)[:, None]).round()
+    assert torch.equal(steps, codes.double())
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_observing_reads_nothing_back_to_the_host(threshold):
+    """On the meta device there is nothing to read."""
+    x = torch.empty(600, 64, dtype=torch.bfloat16, device="meta")
+    assert path._row_in_int8(x, threshold).shape == (4,)
+
+
+def test_an_outlier_in_a_token_that_is_not_looked_at_takes_its_channel_out():
+    model = frozen()
+    conversion = convert(model, threshold=6.0)
+    conversion.observe_quantizers(shadow=False)
+    x = torch.randn(5000, 64).clamp(-5, 5)
+    # This channel alone loses all that it holds.
+    x[:, 7] = 1e-3
+    model(x)
+    before = conversion.take_quantizer_stats()[0, 0]
+    assert before > 1 / 64
+    for place in range(7):
+        outlying = x.clone()
+        outlying[place, 7] = 100.0
+        model(outlying)
+        row = conversion.take_quantizer_stats()[0]
+        assert row[0] < 1 / 64
+        assert row[3] == 100.0
+
+
+def test_a_layer_that_came_in_8_bits_is_observed_on_both_paths_by_the_threshold_it_came_with():
+    rows = []
+    for threshold in (0.0, 6.0):
+        model = nn.Sequential(int8_layer(frozen()[0], threshold))
+        conversion = convert(model)
+        conversion.observe_quantizers(shadow=True)
+        x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+        x[:, 5] *= 100
+        for active in (False, True):
+            conversion.route([active])
+            model(x)
+            rows.append(conversion.take_quantizer_stats())
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[2], rows[3])
+    assert rows[2][0, 0] < 0.1 * rows[0][0, 0]
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_forward_that_is_recomputed_is_not_observed_twice(active):
+    model = frozen().append(nn.Tanh())
+    conversion = convert(model)
+    conversion.observe_quantizers(shadow=True)
+    conversion.route([active])
+    y = checkpoint(model, torch.randn(9, 64, requires_grad=True), use_reentrant=False)
+    assert conversion.take_quantizer_stats() is not None
+    y.sum().backward()
+    assert conversion.take_quantizer_stats() is None
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_what_float16_does_not_hold_is_known_to_be_lost(threshold):
+    model = frozen(dtype=torch.bfloat16)
+    conversion = convert(model, threshold=threshold)
+    conversion.observe_quantizers(shadow=False)
+    x = torch.randn(9, 64, dtype=torch.bfloat16)
+    x[2, 3] = 1e5
+    model(x)
+    assert conversion.take_quantizer_stats()[0].tolist() == [float("inf"), 1, 1, float("inf")]
+
+
+def test_in_4_bits_observing_is_refused_with_the_reason_and_the_recipes_that_can():
+    with pytest.raises(ConfigError, match=r"recipe='bnb-4bit': .* quantizes weights only: .*BitsandbytesLinear\(8\)"):
+        trimtab.attach(frozen(), BitsandbytesLinear(4), units=["0"], quantizer_stats=True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"quant_type": "fp4"}, {"compress_statistics": False}], ids=str)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import trimtab
+from trimtab.control import Policy
 from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
 from trimtab.precision import Conversion, Recipe, find_units, measure_saved_bytes
 from trimtab.precision import torchao_float8 as path
@@ -135,6 +137,199 @@ def test_layers_that_the_user_has_converted_are_switched_and_given_back_as_they_
     assert type(layer) is Float8Linear
     assert layer.__dict__ == state
     assert_equal(everything(model, x), expected_low)
+
+
+def nasty(dtype, tokens=48, channels=64):
+    """Magnitudes over sixty binades, zeros, a token of nothing else, ties of E4M3, and the dtype's largest value."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.exp2(torch.randint(-30, 14, (tokens, channels), generator=generator).float())
+    x = torch.randn(tokens, channels, generator=generator) * size
+    x[0] = 0
+    x[1] = torch.arange(channels) * 0.0625 + 1
+    x[2] = 1e-14
+    x[3, ::2] = 0
+    x[4, 0] = torch.finfo(dtype).max
+    return x.to(dtype)
+
+
+def as_torchao_casts(x, config):
+    """What torchao makes of the input of the forward product; its codes and scale, multiplied in float32."""
+    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+
+    cast = config.cast_config_input
+    made = hp_tensor_to_float8_dynamic(
+        x,
+        cast.target_dtype,
+        None,
+        scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(-1, cast.scaling_granularity),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+    return made._data.float() / made._scale
+
+
+def in_e5m2():
+    from torchao.float8 import CastConfig
+
+    e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
+    return config_of("tensorwise", cast_config_input=e5m2, cast_config_input_for_grad_weight=e5m2)
+
+
+def without_its_input_cast():
+    """A configuration that multiplies forward in high precision, and backward in float8."""
+    from torchao.float8 import CastConfig, Float8LinearConfig
+    from torchao.float8.config import ScalingType
+
+    off = CastConfig(scaling_type=ScalingType.DISABLED)
+    return Float8LinearConfig(
+        cast_config_input=off,
+        cast_config_weight=off,
+        cast_config_weight_for_grad_input=CastConfig(),
+        cast_config_grad_output=CastConfig(),
+        cast_config_grad_output_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
+        emulate=True,
+    )
+
+
+def observed_configs():
+    yield from map(config_of, NAMES)
+    yield config_of("tensorwise", round_scales_to_power_of_2=True)
+    yield config_of("rowwise", round_scales_to_power_of_2=False)
+    yield in_e5m2()
+
+
+@pytest.mark.parametrize("make_x", [nasty, lambda dtype: torch.randn(48, 64).to(dtype)], ids=["nasty", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_observed_is_what_torchao_makes_of_the_input_bit_for_bit(dtype, make_x):
+    x = make_x(dtype)
+    for config in observed_configs():
+        model = layer_of(64)
+        quantizer = convert(model, TorchaoFloat8(config)).paths[id(model[0][0])].quantizer
+        whole = x.abs().amax().float() if config.cast_config_input.scaling_granularity.value == "tensorwise" else None
+        expected = as_torchao_casts(x, config)
+        for step in (1, 5):
+            values, saturated_share = quantizer.values(x[::step], whole)
+            assert torch.equal(values, expected[::step])
+            assert saturated_share == 0
+
+
+def test_observing_reads_nothing_back_to_the_host():
+    """On the meta device there is nothing to read."""
+    for config in observed_configs():
+        quantizer = convert(model := layer_of(64), TorchaoFloat8(config)).paths[id(model[0][0])].quantizer
+        assert quantizer.row(torch.empty(600, 64, dtype=torch.bfloat16, device="meta")).shape == (4,)
+
+
+def row_of(x, values):
+    """The statistics by their definition, of numbers that are in the unit's hands."""
+    x, values = x.double(), values.double()
+    size = x.norm(dim=0)
+    errors = ((x - values).norm(dim=0) / size)[size > 0]
+    flushed = ((values == 0) & (x != 0)).sum() / (x != 0).sum()
+    return torch.stack([errors.mean(), flushed, torch.zeros(()), x.abs().max()]).float()
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["converted-here", "converted-by-the-user"])
+@pytest.mark.parametrize("autocast", [{}, {"dtype": torch.bfloat16}], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_paths_tell_what_torchao_loses_of_what_it_is_given(name, autocast, users):
+    model, config = layer_of(), config_of(name, emulate=True)
+    model = in_float8(model, config) if users else model
+    conversion = convert(model, None if users else TorchaoFloat8(config))
+    conversion.observe_quantizers(shadow=True)
+    x = torch.randn(5, 40, 32)
+    x[..., 3] *= 3e5
+    given = x.to(autocast.get("dtype", x.dtype)).flatten(0, 1)
+    expected = row_of(given, as_torchao_casts(given, config))
+    for active in (False, True):
+        conversion.route([active])
+        everything(model, x, **autocast)
+        torch.testing.assert_close(conversion.take_quantizer_stats()[0], expected, rtol=1e-5, atol=0)
+    conversion.observe_quantizers(shadow=False)
+    everything(model, x, **autocast)
+    assert conversion.take_quantizer_stats() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", range(7))
+def test_no_token_that_is_not_looked_at_hides_the_largest_value_or_a_nan(name, place):
+    model = layer_of()
+    conversion = convert(model, TorchaoFloat8(name))
+    conversion.observe_quantizers(shadow=False)
+    x = torch.randn(5000, 32)
+    x[place, 0] = 1e6
+    model(x)
+    row = conversion.take_quantizer_stats()[0]
+    assert row[3] == 1e6
+    # With one scale for all of them, every token suffers from the largest.
+    assert (row[0] > 0.3) == (name == "tensorwise")
+    x[place, 0] = float("nan")
+    model(x)
+    assert conversion.take_quantizer_stats()[0].tolist() == [float("inf"), 1, 1, float("inf")]
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_forward_that_is_recomputed_is_not_observed_twice(active):
+    model = layer_of().append(nn.Tanh())
+    conversion = convert(model)
+    conversion.observe_quantizers(shadow=True)
+    conversion.route([active])
+    y = checkpoint(model, torch.randn(16, 32, requires_grad=True), use_reentrant=False)
+    assert conversion.take_quantizer_stats() is not None
+    y.sum().backward()
+    assert conversion.take_quantizer_stats() is None
+
+
+def test_a_layer_whose_input_is_not_cast_is_not_observed():
+    plain = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 16)))
+    model = copy.deepcopy(plain)
+    model[0] = in_float8(plain[0], without_its_input_cast())
+    conversion = convert(model)
+    conversion.observe_quantizers(shadow=True)
+    everything(model, torch.randn(16, 32))
+    rows = conversion.take_quantizer_stats()
+    assert rows[0].isnan().all()
+    assert not rows[1].isnan().any()
+
+
+def test_where_no_input_is_cast_observing_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="as it is configured, this one quantizes no layer's input"):
+        trimtab.attach(layer_of(), TorchaoFloat8(without_its_input_cast()), quantizer_stats=True)
+
+
+class Outlying(nn.Module):
+    """Two layers; the second is given outlier channels as large as ``factor``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"proj": nn.Linear(32, 32)}) for _ in range(2))
+        self.factor = 1.0
+
+    def forward(self, x):
+        h = torch.tanh(self.blocks[0]["proj"](x))
+        return self.blocks[1]["proj"](torch.cat([h[..., :2] * self.factor, h[..., 2:]], -1))
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["converted-here", "converted-by-the-user"])
+def test_a_policy_with_an_error_limit_keeps_a_unit_on_the_recovery_path_while_its_input_has_outlier_channels(users):
+    # Thresholds that no norm comes near, so that errors alone decide; no lock, so that each step decides anew.
+    policy = Policy(alpha=1e12, beta=1e12, error_limit=0.3, max_active=1, lock_steps=0)
+    model = Outlying()
+    model = in_float8(model, config_of("tensorwise", emulate=True)) if users else model
+    x = torch.randn(16, 32)
+    routed, errors = [], []
+    with trimtab.attach(model, TorchaoFloat8(), policy=policy) as guard:
+        for step in range(9):
+            model.factor = 1e6 if 3 <= step < 6 else 1.0
+            model.zero_grad()
+            model(x).mean().backward()
+            guard.step()
+            routed.append(guard.active)
+            errors.append(guard.metrics()["trimtab/quantizer/error_max"])
+    assert routed == [()] * 3 + [("blocks.1.proj",)] * 3 + [()] * 3
+    assert [error > 0.3 for error in errors] == [False] * 3 + [True] * 3 + [False] * 3
+    assert errors[3] == errors[4] == errors[5], "a unit on the recovery path is judged by its low-cost path"
 
 
 def test_an_evaluation_of_plain_layers_is_in_high_precision():

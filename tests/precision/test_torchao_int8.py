@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import trimtab
 from trimtab.errors import ConfigError, MissingExtraError
 from trimtab.precision import find_units
 from trimtab.precision.torchao_int8 import TorchaoInt8Base
@@ -127,3 +128,8 @@ def test_a_unit_is_one_of_four_sizes():
         ConfigError, match="unit='model': it is one of 'projection', 'expert', 'half', 'block', 'layer'"
     ):
         TorchaoInt8Base(unit="model")
+
+
+def test_observing_is_refused_since_only_weights_are_quantized():
+    with pytest.raises(ConfigError, match=r"recipe='torchao-int8': .* quantizes weights only"):
+        trimtab.attach(frozen(), TorchaoInt8Base(), units=["0"], quantizer_stats=True)

@@ -93,6 +93,96 @@ def test_the_low_cost_path_is_torchaos_layer_bit_for_bit(mode, wgrad_with_hp, dt
     assert not torch.equal(ours[0], plain[0])
 
 
+def nasty(dtype):
+    """Magnitudes over two hundred binades, blocks of zeros and powers of two, and the dtype's largest value.
+
+    Not below 2**-110: torchao stores the scale 2**-127 where it divides by 2**-126, and so halves what comes close.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = torch.exp2(torch.randint(-110, 100, (64, 4, 1), generator=generator).float())
+    spread = torch.exp2(torch.randint(-12, 1, (64, 4, 32), generator=generator).float())
+    x = ((1 + torch.rand(64, 4, 32, generator=generator)) * size * spread).flatten(1)
+    x[0] = 0
+    x[1] = torch.exp2(torch.arange(128.0) - 64)
+    x[2] = 448.0
+    x[3] = torch.arange(128) * 0.0625 + 1
+    x[4, 0] = torch.finfo(dtype).max
+    x[5] = torch.linspace(447, 513, 128)
+    return (x * torch.randn(64, 128, generator=generator).sign()).to(dtype)
+
+
+def as_torchao_cuts(x, mode):
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    made = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode(mode))
+    return made.dequantize(torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make_x", [nasty, lambda dtype: torch.randn(64, 128).to(dtype)], ids=["nasty", "random"])
+def test_what_is_observed_is_what_torchao_makes_of_the_input_bit_for_bit(mode, dtype, make_x):
+    x, model = make_x(dtype), layer_of(128)
+    conversion = convert(model, TorchaoMXFP8(scale_calculation_mode=mode))
+    values, _ = conversion.paths[id(model[0][0])].quantizer.values(x)
+    assert torch.equal(values, as_torchao_cuts(x, mode))
+
+
+def test_a_block_that_torchao_makes_zero_is_told_to_be_lost():
+    """With scales that are rounded up, one whose scale would be the smallest is not scaled at all."""
+    x = torch.full((32, 64), 2.0**-119)
+    x[:, 32:] = 2.0**-118
+    assert as_torchao_cuts(x, "rceil").count_nonzero() == x.numel() / 2
+    conversion = convert(model := layer_of())
+    values, _ = conversion.paths[id(model[0][0])].quantizer.values(x)
+    assert torch.equal(values, as_torchao_cuts(x, "rceil"))
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+@pytest.mark.parametrize("autocast", [{}, {"dtype": torch.bfloat16}], ids=["plain", "autocast"])
+def test_both_paths_tell_what_torchao_loses_of_what_it_is_given(mode, autocast):
+    model = layer_of()
+    conversion = convert(model, TorchaoMXFP8(scale_calculation_mode=mode))
+    conversion.observe_quantizers(shadow=True)
+    x = torch.randn(3, 32, 64)
+    x[..., 3] *= 3e5
+    given = x.to(autocast.get("dtype", x.dtype)).flatten(0, 1)
+    values = as_torchao_cuts(given, mode)
+    size = given.double().norm(dim=0)
+    error = ((given.double() - values.double()).norm(dim=0) / size).mean()
+    flushed = ((values == 0) & (given != 0)).double().mean()
+    # Scales that are rounded down clip what is beyond 448, here by more than the half of a step, which is 32 there.
+    blocks = given.float().unflatten(1, (2, 32))
+    scale = torch.exp2(torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))) - 8)
+    clipped = (blocks.abs() / scale > 464).double().mean() if mode == "floor" else torch.zeros(())
+    assert (clipped > 0) == (mode == "floor")
+    expected = torch.stack([error, flushed, clipped, given.abs().max()]).float()
+    for active in (False, True):
+        conversion.route([active])
+        everything(model, x, **autocast)
+        torch.testing.assert_close(conversion.take_quantizer_stats()[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+def test_observing_reads_nothing_back_to_the_host(mode):
+    """On the meta device there is nothing to read."""
+    conversion = convert(model := layer_of(), TorchaoMXFP8(scale_calculation_mode=mode))
+    quantizer = conversion.paths[id(model[0][0])].quantizer
+    assert quantizer.row(torch.empty(600, 64, dtype=torch.bfloat16, device="meta")).shape == (4,)
+
+
+def test_a_nan_in_a_token_that_is_not_looked_at_is_known():
+    model = layer_of()
+    conversion = convert(model)
+    conversion.observe_quantizers(shadow=False)
+    for place in range(7):
+        x = torch.randn(5024, 64)
+        x[place, 0] = float("nan")
+        model(x)
+        assert conversion.take_quantizer_stats()[0].tolist() == [float("inf"), 1, 1, float("inf")]
+
+
 @pytest.mark.parametrize("autocast", [{}, {"dtype": torch.bfloat16}], ids=["plain", "autocast"])
 def test_the_recovery_path_is_the_plain_layer_bit_for_bit(autocast):
     model = layer_of()

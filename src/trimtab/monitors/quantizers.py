@@ -15,13 +15,16 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.precision.convertible import is_dtensor
-from trimtab.precision.recipe import QUANTIZER_STATS, Conversion, QuantizerObserver, Recipe
+from trimtab.precision.recipe import QUANTIZER_STATS, Conversion, QuantizerObserver, Recipe, why_unobserved
 from trimtab.precision.units import Unit
 
 __all__ = ["QuantizerStats", "QuantizerValues", "quantizer_metrics", "wants_quantizer_stats"]
 
 QuantizerValues = dict[str, np.ndarray]
 """By name as in ``QUANTIZER_STATS``: float64, shape (units,) in the guard's order, NaN = not known."""
+
+# Those of trimtab that tell something; a test holds it against them all.
+_TELLING = "SavedActivations, QuantizedGemm, Int8Base, TorchaoFloat8, TorchaoMXFP8 or BitsandbytesLinear(8)"
 
 LONG_STEPS = 50
 """Flagged for as many steps on end is no burst: five locks of the ``robust`` policy. Our choice."""
@@ -77,7 +80,7 @@ class QuantizerStats:
         error_history: The policy's.
         amax_limit: The policy's; as ``error_limit``.
 
-    Raises: ConfigError: when the conversion is no ``QuantizerObserver``.
+    Raises: ConfigError: when the conversion is no ``QuantizerObserver``, or as it is configured has nothing to observe.
     """
 
     def __init__(
@@ -91,13 +94,17 @@ class QuantizerStats:
         amax_limit: float | None = None,
     ) -> None:
         self._limits = _given(error_limit, amax_limit)
-        if not isinstance(conversion, QuantizerObserver):
+        reason = why_unobserved(conversion)
+        if reason is not None:
             raise ConfigError(
                 "recipe",
                 recipe.name,
-                f"{_who_asks(self._limits)} needs a recipe that tells what its quantizers do, and this one does not.",
-                "Choose a recipe whose conversion is a trimtab.precision.QuantizerObserver, or leave it out.",
+                f"{_who_asks(self._limits)} needs a recipe that tells what its quantizers do to activations, and "
+                f"{reason}.",
+                f"Choose {_TELLING}, or another whose conversion is a trimtab.precision.QuantizerObserver, or leave it "
+                "out.",
             )
+        assert isinstance(conversion, QuantizerObserver)
         self._observer: QuantizerObserver = conversion
         self._units: tuple[Unit, ...] = tuple(conversion.units)
         self._places = list(places)

@@ -22,11 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, MissingExtraError
+from trimtab.formats import get, per_token
+from trimtab.formats.fake_quantization import evenly_spaced
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import is_dtensor
-from trimtab.precision.frozen_base import FrozenBaseConversion, plain_weight, why_not_frozen_base
+from trimtab.precision.frozen_base import WEIGHTS_ONLY, FrozenBaseConversion, plain_weight, why_not_frozen_base
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.int8_base import dequantized
+from trimtab.precision.linear_conversion import as_autocast_would, in_backward
+from trimtab.precision.operand_quantizer import OperandQuantizer, nothing_lost, row_of
+from trimtab.precision.quantizer_stats import MOST_TOKENS, ObservesQuantizers
 from trimtab.precision.units import Unit
 from trimtab.precision.weight_copies import WeightCopies
 
@@ -36,6 +41,7 @@ QuantType = Literal["nf4", "fp4"]
 
 _FEATURE = "The bitsandbytes path"
 _COMPUTE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_INT8_MAX = 127.0
 _SETTINGS_OF_BITS = {"threshold": 8, "quant_type": 4, "compress_statistics": 4, "compute_dtype": 4}
 
 
@@ -55,6 +61,11 @@ class BitsandbytesLinear:
     In 8 bits bitsandbytes casts activations to float16 first: what is beyond 65504 becomes NaN, as does a token that
     is not finite. On a CPU its layers do not quantize activations while they train; this path does, on every device.
     Outside training (evaluation without gradients) a layer runs its own forward.
+
+    In 8 bits its quantizers are observed: what the cast to float16 and the int8 of each token make of an activation,
+    without the channels that are multiplied in 16 bits. Which these are depends on all tokens, so that each channel's
+    largest magnitude is taken over all of them; the rest is of some. In 4 bits only weights are quantized, and there is
+    nothing to observe.
 
     Args:
         bits: 8 for LLM.int8(), with int8 weights and activations; 4 for dequantized 4-bit weights.
@@ -140,7 +151,7 @@ class BitsandbytesLinear:
         return BitsandbytesConversion(self, library, model, plan_conversion(model, units, self.name, why_not))
 
 
-class BitsandbytesConversion(FrozenBaseConversion):
+class BitsandbytesConversion(ObservesQuantizers, FrozenBaseConversion):
     """A model whose frozen layers multiply as bitsandbytes does; made by ``BitsandbytesLinear.convert``.
 
     Args:
@@ -157,15 +168,26 @@ class BitsandbytesConversion(FrozenBaseConversion):
         self._four_bit = WeightCopies(model, self._made_four_bit)
         super().__init__(model, planned)
 
+    @property
+    def why_unobserved(self) -> str | None:
+        """Why nothing can be told of its quantizers, or None when something can; see ``recipe.QuantizerObserver``."""
+        return WEIGHTS_ONLY if self.recipe.bits == 4 else None
+
+    @torch.no_grad()
+    def note(self, number: int, x: Tensor, index: int) -> None:
+        """Keep what the low-cost path would have done to ``x``."""
+        if self._shadow:
+            x, _, _ = as_autocast_would(self.layers[number], x, keep_weight=True)
+            self._observe(number, x.detach(), index)
+
     def low_product(self, number: int, x: Tensor, bias: Tensor | None, index: int) -> Tensor:
         """What bitsandbytes computes of ``x``, and the bias."""
-        layer: Any = self.layers[number]
+        self._observe(number, x, index)
         flat = x.reshape(-1, x.shape[-1])
         if self.recipe.bits == 4:
-            output = self._four_bit.get(layer)(flat)
+            output = self._four_bit.get(self.layers[number])(flat)
         else:
-            threshold = self.recipe.threshold if self.recovers_by_itself(number) else layer.state.threshold
-            output = _int8_product(self._library, *self._int8_weight(number), threshold, flat)
+            output = _int8_product(self._library, *self._int8_weight(number), self._threshold(number), flat)
         # bitsandbytes would cast the layer's bias in place.
         output = output if bias is None else output + bias
         return output.reshape(*x.shape[:-1], output.shape[-1])
@@ -205,6 +227,15 @@ class BitsandbytesConversion(FrozenBaseConversion):
         super().undo()
         self._int8.clear()
         self._four_bit.clear()
+
+    def _observe(self, number: int, x: Tensor, index: int) -> None:
+        # A forward that is recomputed in backward has been seen before.
+        if self._stats is not None and self.why_unobserved is None and not in_backward():
+            self._stats.note(index, _row_in_int8(x, self._threshold(number)))
+
+    def _threshold(self, number: int) -> float:
+        layer: Any = self.layers[number]
+        return self.recipe.threshold if self.recovers_by_itself(number) else layer.state.threshold  # type: ignore[no-any-return]
 
     def _int8_weight(self, number: int) -> tuple[Tensor, Tensor]:
         """The codes (out, in) of a weight, and the largest magnitude of each of its rows, float32 (out,)."""
@@ -250,6 +281,33 @@ def _int8_product(library: Any, codes: Tensor, amax: Tensor, threshold: float, x
     # A kernel's maximum may pass over a NaN. A token's sum does not, and less itself it is 0 or NaN.
     total = x.to(torch.float16).sum(-1, keepdim=True, dtype=torch.float32)
     return output + (total - total).to(output.dtype)
+
+
+def _to_int8(amax: Tensor) -> Tensor:
+    """What the entries of a token of this largest magnitude are multiplied by; of zeros anything will do."""
+    return torch.where(amax == 0, 1.0, _INT8_MAX / amax)
+
+
+_INT8 = OperandQuantizer(fmt=get("int8"), granularity=per_token(), factor_of=_to_int8)
+
+
+def _row_in_int8(x: Tensor, threshold: float) -> Tensor:
+    """What ``int8_vectorwise_quant`` does to x (..., in), as a row of statistics."""
+    if not x.numel():
+        return nothing_lost(x)
+    x = x.reshape(-1, x.shape[-1])
+    lowest, highest = torch.aminmax(x, dim=0)
+    by_channel = torch.maximum(highest, -lowest).to(torch.float16)
+    some = evenly_spaced(x, MOST_TOKENS)
+    given = some.to(torch.float16)
+    if threshold > 0:
+        # An outlier counts for no token's scale; the rest of its channel does, though that is left out as well.
+        given = given.masked_fill(given.abs() >= threshold, 0)
+    values, saturated_share = _INT8.values(given)
+    if threshold > 0:
+        is_outlier = by_channel >= threshold
+        some, values = some.masked_fill(is_outlier, 0), values.masked_fill(is_outlier, 0)
+    return row_of(some, values, by_channel.amax().float(), saturated_share)
 
 
 def _why_not(library: Any, bits: int, module: nn.Module, under_fsdp: frozenset[int]) -> str | None:

@@ -23,7 +23,10 @@ from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.linear_conversion import LinearConversion, Switch, as_autocast_would, look_up
 from trimtab.precision.recipe import PathCost
 
-__all__ = ["FrozenBaseConversion", "plain_weight", "why_not_frozen_base"]
+__all__ = ["WEIGHTS_ONLY", "FrozenBaseConversion", "plain_weight", "why_not_frozen_base"]
+
+WEIGHTS_ONLY = "this one quantizes weights only: the activations that it multiplies by are as they were"
+"""The ``why_unobserved`` of a conversion whose low-cost path quantizes no activations."""
 
 
 def why_not_frozen_base(module: nn.Module, under_fsdp: frozenset[int]) -> str | None:
@@ -69,8 +72,8 @@ class FrozenBaseConversion(LinearConversion):
         """Whether the recovery path is the layer's own forward."""
         return True
 
-    def note(self, x: Tensor, index: int) -> None:
-        """Unit ``index`` is on the recovery path and reads ``x``."""
+    def note(self, number: int, x: Tensor, index: int) -> None:
+        """A layer of unit ``index``, which is on the recovery path, reads ``x``."""
 
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The layer's output on the path in force; None where that is the plain layer's."""
@@ -79,7 +82,7 @@ class FrozenBaseConversion(LinearConversion):
             warn_about_replicas()
             return None
         if self.is_active(index) and self.recovers_by_itself(number):
-            self.note(x, index)
+            self.note(number, x, index)
             return None
         return self.trace(module, x, module.__dict__["_trimtab_switch"])
 
@@ -106,7 +109,7 @@ class FrozenBaseConversion(LinearConversion):
         with torch.autocast(x.device.type, enabled=False), weights_of(self.layers[number], weight, None):
             if not active:
                 return self.low_product(number, x.detach(), bias, index)
-            self.note(x, index)
+            self.note(number, x, index)
             return F.linear(x, self.high_weight(number, x.dtype), bias)
 
     @torch.no_grad()

@@ -152,7 +152,7 @@ class Int8BaseConversion(SuffersOutliers, ObservesQuantizers, FrozenBaseConversi
         self._weights.clear()
 
     @torch.no_grad()
-    def note(self, x: Tensor, index: int) -> None:
+    def note(self, number: int, x: Tensor, index: int) -> None:
         """Keep what the low-cost path would have done to ``x``."""
         if self._stats is not None and self._shadow and not in_backward():
             x, _, _ = as_autocast_would(self.operators[index][0], x, keep_weight=True)

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.precision.converted_class import own_forward, plain_tensor, warn_about_replicas, weights_of
-from trimtab.precision.linear_conversion import LinearConversion, Switch, look_up
+from trimtab.precision.linear_conversion import LinearConversion, Switch, in_backward, look_up
+from trimtab.precision.operand_quantizer import OperandQuantizer
+from trimtab.precision.quantizer_stats import ObservesQuantizers
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.units import Unit
 
@@ -37,14 +39,16 @@ class Paths:
         high: On the recovery path; None is the module's own.
         refuses: Raises where the low-cost path cannot take an input that is to have a backward; asked with its shape
             before the library is.
+        quantizer: What the low-cost path does to its input in the forward; None where it leaves that as it is.
     """
 
     low: Forward | None = None
     high: Forward | None = None
     refuses: Callable[[torch.Size], None] | None = None
+    quantizer: OperandQuantizer | None = None
 
 
-class LibraryConversion(LinearConversion):
+class LibraryConversion(ObservesQuantizers, LinearConversion):
     """A model in which a library's layers are one of two paths.
 
     Args:
@@ -71,9 +75,18 @@ class LibraryConversion(LinearConversion):
         self._on_undo = on_undo
         super().__init__(model, units, costs, operators)
 
+    @property
+    def why_unobserved(self) -> str | None:
+        """Why nothing can be told of its quantizers, or None when something can; see ``recipe.QuantizerObserver``."""
+        if all(paths.quantizer is None for paths in self.paths.values()):
+            return "as it is configured, this one quantizes no layer's input"
+        return None
+
     def run(self, module: nn.Module, x: Tensor, index: int) -> Tensor | None:
         """The layer's output on the path in force; None where that is the module's own forward."""
-        forward = self.forward_of(module, x.shape, self.is_active(index), has_backward=torch.is_grad_enabled())
+        active = self.is_active(index)
+        forward = self.forward_of(module, x.shape, active, has_backward=torch.is_grad_enabled())
+        self.note(module, x, index, active)
         if forward is None:
             return None
         # Whatever the library makes of autocast, a path must not show in the dtype of the output.
@@ -113,6 +126,16 @@ class LibraryConversion(LinearConversion):
         if has_backward and paths.refuses is not None:
             paths.refuses(shape)
         return paths.low
+
+    @torch.no_grad()
+    def note(self, module: nn.Module, x: Tensor, index: int, active: bool) -> None:
+        """Keep what the low-cost path does to the input of a layer of unit ``index``, or would do."""
+        # A forward that is recomputed in backward has been seen before.
+        if self._stats is None or (active and not self._shadow) or in_backward():
+            return
+        paths = self.paths.get(id(module))
+        if paths is not None and paths.quantizer is not None:
+            self._stats.note(index, paths.quantizer.row(x.detach().to(_dtype_of_output(x))))
 
     @staticmethod
     def outputs_of(module: nn.Module) -> int:
@@ -168,6 +191,7 @@ def _library_linear(
     module = conversion.layers[number]
     with _autograd_within_an_operator(), torch.no_grad(), weights_of(module, weight, bias):
         output = _forward(conversion, number, x.detach(), active, is_cast, has_backward)
+    conversion.note(module, x, unit, active)
     output = output.contiguous()
     # An operator's output may not be its input.
     return output.clone() if output.data_ptr() == x.data_ptr() else output, torch.tensor(active, device="cpu")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.precision.units import Unit
 
-__all__ = ["QUANTIZER_STATS", "Conversion", "PathCost", "QuantizerObserver", "Recipe"]
+__all__ = ["QUANTIZER_STATS", "Conversion", "PathCost", "QuantizerObserver", "Recipe", "why_unobserved"]
 
 QUANTIZER_STATS = ("error", "flushed_share", "saturated_share", "amax")
 """What a ``QuantizerObserver`` tells of each unit, in the order of its columns.
@@ -88,6 +88,9 @@ class QuantizerObserver(Protocol):
 
     Policies with an ``error_limit`` or an ``amax_limit`` need it. Where a unit has several quantized operands, it is up
     to the recipe which one it judges. Forwards without gradients, as in an evaluation, are not looked at.
+
+    Where there is no quantizer to look at, a further attribute ``why_unobserved`` may say why, as the end of a
+    sentence; it is None where there is one. ``trimtab.attach`` refuses to observe with those words.
     """
 
     def observe_quantizers(self, shadow: bool) -> None:
@@ -105,6 +108,14 @@ class QuantizerObserver(Protocol):
             nothing is known of a unit. An operand that is not finite has an error of +inf, never NaN: it is known to
             be broken. None when nothing was seen of any unit.
         """
+
+
+def why_unobserved(conversion: Conversion) -> str | None:
+    """Why ``conversion`` tells nothing of its quantizers, as the end of a sentence; None when it does."""
+    reason: str | None = getattr(conversion, "why_unobserved", None)
+    if reason is None and not isinstance(conversion, QuantizerObserver):
+        return "this one does not"
+    return reason
 
 
 @runtime_checkable

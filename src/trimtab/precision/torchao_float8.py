@@ -21,10 +21,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, MissingExtraError, verbatim
+from trimtab.formats import get, per_tensor, per_token
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.library_linear import Forward, LibraryConversion, Paths
+from trimtab.precision.operand_quantizer import OperandQuantizer
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.units import Unit, linear_class
 
@@ -45,6 +47,9 @@ Float8RecipeName = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Products = Literal["emulated", "scaled_mm", "mixed"]
 _FLOAT8_CAPABILITY = (8, 9)
 _ANY_GPU = (0, 0)
+# Those of OCP; the ones that older GPUs of AMD have instead are no formats of ours.
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_SMALLEST_AMAX = 1e-12  # torchao.float8.float8_utils.EPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,11 @@ class TorchaoFloat8:
 
     Layers that ``convert_to_float8_training`` has converted before are switched too, and keep the configuration they
     have. A layer that is plain is plain in an evaluation without gradients as well, while theirs stays in float8.
+
+    Its quantizers are observed at the input of the forward product, with the dtype, granularity and kind of scale that
+    the configuration has it cast with. A scale for the whole tensor needs the largest magnitude of all of it, one
+    reduction that is then done a second time; the rest is of some tokens. A layer whose configuration casts no input
+    is not observed, and neither is what the weight gradient reads, where it is cast anew along the tokens.
 
     Args:
         config: A ``Float8LinearConfig``, or the name of one of torchao's; None is torchao's default.
@@ -299,7 +309,8 @@ class _Float8Layers:
             # torchao takes the maximum of the input, and an expert may get no token.
             return forward(x) if x.numel() else _plain_product(layer, x)
 
-        return Paths(low=low, high=high, refuses=functools.partial(self._refuse, layer))
+        quantizer = _quantizer_of_input(self.config_of(layer))
+        return Paths(low=low, high=high, refuses=functools.partial(self._refuse, layer), quantizer=quantizer)
 
     def _why_not_here(self, layer: Any) -> str | None:
         """Why the device of its weights cannot run it, or None when it can."""
@@ -329,6 +340,22 @@ class _Float8Layers:
                 "a GPU's float8 products need a multiple of 16 tokens in each forward.",
                 "Pad the batch, or pass a Float8LinearConfig with pad_inner_dim=True.",
             )
+
+
+def _quantizer_of_input(config: Any) -> OperandQuantizer | None:
+    """What a configuration has the forward product do to its input; None where it does nothing that is known."""
+    cast = config.cast_config_input
+    if cast.scaling_type.value == "disabled" or cast.target_dtype not in _FORMATS:
+        return None
+    fmt, by_powers_of_2 = get(_FORMATS[cast.target_dtype]), config.round_scales_to_power_of_2
+
+    def factor_of(amax: Tensor) -> Tensor:
+        # In float64 and then float32, as torchao.float8.float8_utils.amax_to_scale.
+        factor = (fmt.max_value / amax.double().clamp(min=_SMALLEST_AMAX)).float()
+        return torch.exp2(torch.floor(torch.log2(factor))) if by_powers_of_2 else factor
+
+    granularity = per_tensor() if cast.scaling_granularity.value == "tensorwise" else per_token()
+    return OperandQuantizer(fmt=fmt, granularity=granularity, factor_of=factor_of)
 
 
 def _must_be_multiples_of_16(config: Any) -> tuple[bool, bool, bool]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import is_dtensor
-from trimtab.precision.frozen_base import FrozenBaseConversion, plain_weight, why_not_frozen_base
+from trimtab.precision.frozen_base import WEIGHTS_ONLY, FrozenBaseConversion, plain_weight, why_not_frozen_base
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.torchao_float8 import torchao_api
 from trimtab.precision.units import Unit
@@ -97,6 +97,8 @@ class TorchaoInt8Conversion(FrozenBaseConversion):
         planned: Each unit with the layers of it that are converted.
         quantize: Makes torchao's layer, without bias, of a plain one.
     """
+
+    why_unobserved = WEIGHTS_ONLY
 
     def __init__(
         self,

@@ -20,10 +20,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
+from trimtab.formats import get, per_group
 from trimtab.precision.conversion_plan import plan_conversion
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.library_linear import Paths
 from trimtab.precision.linear_conversion import as_autocast_would
+from trimtab.precision.operand_quantizer import OperandQuantizer
 from trimtab.precision.torchao_float8 import (
     TorchaoConversion,
     can_multiply,
@@ -39,6 +41,7 @@ KernelName = Literal["auto", "emulated"]
 ScaleMode = Literal["rceil", "floor"]
 _BLOCK_SIZE = 32
 _MXFP8_CAPABILITY = (10, 0)
+_FORMAT = get("e4m3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class TorchaoMXFP8:
     """Multiply in MXFP8 as torchao does, and in high precision while the unit is on the recovery path.
 
     Outside training (evaluation without gradients) the layers are the plain ones.
+
+    Its quantizers are observed at the input of the forward product, which is cut along the channels. For the weight
+    gradient torchao cuts it anew along the tokens; that is not looked at.
 
     Args:
         unit: What is switched as one: a projection, an attention or MLP half, or a block ("layer" is the same).
@@ -115,6 +121,8 @@ class _MXFP8Layers:
             scale_calculation_mode=modes(recipe.scale_calculation_mode),
             wgrad_with_hp=recipe.wgrad_with_hp,
         )
+        factor_of = _factor_rounded_up if recipe.scale_calculation_mode == "rceil" else _factor_rounded_down
+        self._quantizer = OperandQuantizer(fmt=_FORMAT, granularity=per_group(_BLOCK_SIZE), factor_of=factor_of)
         self._kernels = {False: kernels.AUTO, True: kernels.EMULATED}
 
     def is_emulated(self, layer: Any) -> bool:
@@ -158,7 +166,7 @@ class _MXFP8Layers:
             _check_dtype(dtype, is_emulated)
             return by_emulation[is_emulated](x.contiguous())
 
-        return Paths(low=low, refuses=self._refuse)
+        return Paths(low=low, refuses=self._refuse, quantizer=self._quantizer)
 
     def _refuse(self, shape: torch.Size) -> None:
         """Refuse a number of tokens that cannot be cut into blocks for the weight gradient, which sums over them."""
@@ -170,6 +178,25 @@ class _MXFP8Layers:
                 f"MXFP8 needs a multiple of {_BLOCK_SIZE} tokens in each forward.",
                 "Pad the batch, or pass wgrad_with_hp=True.",
             )
+
+
+def _factor_rounded_up(amax: Tensor) -> Tensor:
+    """The inverse of the smallest power of two by which a block of this largest magnitude does not saturate.
+
+    Source: torchao's ``_to_mx_rceil``, which leaves a block whose scale would be the smallest one as it is; all of it
+        then becomes zero.
+    """
+    exponent = torch.ceil(torch.log2(amax / _FORMAT.max_value)).clamp(-127.0, 127.0)
+    return torch.where(exponent == -127.0, 1.0, torch.exp2(-exponent))
+
+
+def _factor_rounded_down(amax: Tensor) -> Tensor:
+    """The inverse of the power of two that lays a block's largest binade onto that of the format.
+
+    Source: torchao's ``to_mx``, whose smallest scale is a normal number.
+    """
+    exponent = torch.frexp(amax).exponent - 1 - _FORMAT.max_exponent
+    return torch.exp2(-exponent.clamp(min=-126).float())
 
 
 def _weight_to_cut(layer: Any) -> Tensor:

@@ -16,7 +16,7 @@ from trimtab.experiments.arms import TrainingPlan, build_model, train_arm
 from trimtab.experiments.faults.models import WatchedPlan, make_model
 from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
 from trimtab.precision import find_units
-from trimtab.precision.recipe import QuantizerObserver
+from trimtab.precision.recipe import why_unobserved
 
 __all__ = ["earlier_and_later", "model_maker", "pretrain_base", "switchable_units"]
 
@@ -90,7 +90,7 @@ def switchable_units(model: nn.Module, recipe: Any) -> tuple[tuple[str, ...], bo
         warnings.simplefilter("ignore")
         conversion = recipe.convert(model, find_units(model, grouping=getattr(recipe, "unit", "projection")))
     conversion.undo()
-    return tuple(unit.name for unit in conversion.units), isinstance(conversion, QuantizerObserver)
+    return tuple(unit.name for unit in conversion.units), why_unobserved(conversion) is None
 
 
 def _sizes(plan: TrainingPlan) -> WatchedPlan:
