@@ -34,6 +34,7 @@ from trimtab.precision import (
 from trimtab.precision import int8_base as path
 from trimtab.precision.bitsandbytes_linear import BitsandbytesLinear
 from trimtab.precision.int8_base import Int8Base, runs_int_mm
+from trimtab.precision.recipe import why_unobserved
 from trimtab.precision.torchao_int8 import TorchaoInt8Base
 from trimtab.precision.weight_copies import WeightCopies
 
@@ -495,7 +496,7 @@ def test_compiled_paths_are_the_eager_ones_under_autocast_and_are_observed_alike
     torch._dynamo.reset()
     model, x = frozen(64, 32), normal(6, 64)
     conversion = convert(model, recipe)
-    observes = isinstance(conversion, QuantizerObserver)
+    observes = why_unobserved(conversion) is None
     if observes:
         conversion.observe_quantizers(shadow=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
