@@ -154,7 +154,9 @@ def test_every_cell_of_a_small_run_is_what_the_record_holds(tmp_path):
     assert np.argwhere(unpacked(cells["flags"]) & 2).tolist() == [[8, 0]]
     for name in ("loss", "grad_norm"):
         np.testing.assert_array_equal(unpacked(data["points"][name]), getattr(steps, name))
-    saved = 30 + 20 * (steps.active & recoverable).sum(axis=1)
+    # What is kept follows the set that the step ran under; nobody routes one of these steps by hand.
+    ran = np.vstack([np.zeros((1, 4), bool), steps.active[:-1] & recoverable])
+    saved = 30 + 20 * ran.sum(axis=1)
     np.testing.assert_array_equal(unpacked(data["points"]["saved_bytes"]), saved)
     assert data["saved_bytes"] == [30.0, pytest.approx(saved.mean()), 90.0]
     assert data["budget"] == 2
@@ -189,6 +191,37 @@ def test_a_choice_of_points_holds_every_peak_and_what_was_no_number(tmp_path, mo
     assert found.num_rows == 500
     assert len(found.points["step"]) <= 45
     assert {1, 100, 203, 311, 404, 500} <= set(found.points["step"].tolist())
+
+
+def test_steps_routed_by_hand_are_told_beside_the_decisions(tmp_path):
+    units = [UnitRow(name=name, costs={"low_saved_bytes": 10.0, "high_saved_bytes": 30.0}) for name in ("q", "k")]
+    for folder, sets in (("forced", {2: ["q", "k"], 4: ["k"]}), ("alone", {})):
+        with RunWriter(tmp_path / folder, config={"policy": {"max_active": 1}}, units=units) as writer:
+            for step in range(1, 6):
+                extra = {"routed_by_hand": sets[step]} if step in sets else None
+                writer.write_step(StepRow(step=step, norms=[1, 1], risk=[0, 0], active=[step == 4, False], extra=extra))
+    page = report(tmp_path, tmp_path / "forced")
+    data = Elements(page).data()
+    assert "2 steps routed by hand, 30.00% of recoverable unit-steps" in page
+    assert '<th scope="col">by hand</th>' in page
+    assert "<td>k</td><td>0.0%</td><td>40.0%</td>" in page
+    assert data["num_forced_steps"] == 2
+    assert (unpacked(data["cells"]["flags"]) & 4 != 0).tolist() == [
+        [False] * 2,
+        [True] * 2,
+        [False] * 2,
+        [False, True],
+        [False] * 2,
+    ]
+    assert unpacked(data["points"]["num_active"]).tolist() == [0, 0, 0, 1, 0]
+    assert unpacked(data["points"]["saved_bytes"]).tolist() == [20, 60, 20, 40, 40], (
+        "as run: forced, or as decided before"
+    )
+    assert ">by hand<" in page
+    assert ">by hand<" not in report(tmp_path, tmp_path / "alone")
+    both = report(tmp_path, tmp_path / "forced", tmp_path / "alone")
+    assert "<td>10.0%</td><td>30.0%</td><td>1</td>" in both
+    assert "<td>10.0%</td><td></td><td>1</td>" in both
 
 
 def test_alarms_faults_and_readings_are_told(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import shutil
 import sqlite3
 import threading
@@ -12,7 +13,7 @@ from rich.console import Console
 from trimtab.cli import main
 from trimtab.errors import RecordError
 from trimtab.report.settings import WatchSettings
-from trimtab.report.watch import watch
+from trimtab.report.watch import _line, watch
 from trimtab.report.watch_data import read_tail, steps_per_second
 from trimtab.trace import RunWriter, StepRow, UnitRow, open_run
 
@@ -50,12 +51,33 @@ def test_a_frame_says_where_the_run_is(tmp_path):
         writer.write_event("notice", 40, "layer_0", {"sentence": "The residual is large."})
         writer.flush()
         said = once(tmp_path)
-    for part in ("step", "40", "4.00 steps/s", "0.2375", "1 of 2 units", "not finished", "Latest switches"):
+    for part in ("step", "40", "4.00 steps/s", "0.2375", "1 unit, of at most 2", "not finished", "Latest switches"):
         assert part in said
     assert "q[red]proj" in said, "a name in square brackets is no markup"
     assert "step 40: The entropy [bold]fell[/bold]." in said
     assert "residual" not in said, "a notice is no alarm"
     assert "finished" in once(tmp_path)
+
+
+def test_steps_routed_by_hand_are_told_and_are_no_decisions(tmp_path, capsys):
+    with open_writer(tmp_path) as writer:
+        for step, forced in ((1, None), (2, ["k", "q[red]proj"]), (3, None), (4, ["o"])):
+            extra = None if forced is None else {"routed_by_hand": forced}
+            writer.write_step(StepRow(step=step, norms=np.ones(5), active=np.zeros(5, bool), extra=extra))
+        writer.flush()
+        said = once(tmp_path)
+        assert "0 units, of at most 2" in said
+        assert "2 steps of the last 4; the latest is step 4" in " ".join(said.split())
+        assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+        now = json.loads(capsys.readouterr().out)
+        assert (now["active"], now["routed_by_hand"]) == ([], ["o"])
+        line = _line(read_tail(tmp_path / "run.sqlite"))
+        assert (
+            line == "step 4; recovered 0 units, of at most 2; 2 steps routed by hand, the latest step 4; not finished"
+        )
+        write(writer, range(5, 6))
+        assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["routed_by_hand"] is None
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
@@ -203,7 +225,7 @@ def test_where_no_terminal_is_watching_each_change_is_a_plain_line(tmp_path):
     acts = [lambda: None, more, lambda: None, alarm, lambda: writer.close(finished=True), lambda: None]
     lines = frames(tmp_path, acts, terminal=False).strip().splitlines()
     assert lines[0] == "not finished, in its first step"
-    assert lines[1] == "step 3; loss 3.1667; recovered 1 of 2 units; not finished"
+    assert lines[1] == "step 3; loss 3.1667; recovered 1 unit, of at most 2; not finished"
     assert lines[2] == lines[1] + "; latest alarm, step 3: The entropy [bold]fell[/bold]."
     assert lines[3] == lines[2].replace("not finished", "finished")
     assert len(lines) == 4

@@ -12,6 +12,7 @@ from trimtab.errors import RecordError
 from trimtab.report.budget import budget_of
 from trimtab.report.watch_data import RecordTail, active_names, steps_per_second
 from trimtab.trace import Event, RunSummary, open_run, summarize
+from trimtab.trace.routed import forced_units
 
 __all__ = ["page_summary", "plain_summary", "tail_summary"]
 
@@ -53,7 +54,8 @@ def tail_summary(
         problem: Why the record cannot be read at present.
         gone: Whether there was a record before.
 
-    Returns: Always the same keys; None where nothing is known.
+    Returns: Always the same keys; None where nothing is known. ``active`` is decided for the next step;
+        ``routed_by_hand`` is the set that the latest step ran under by hand, None where it did not.
 
     Example:
         >>> tail_summary(None, Path("runs/mine"))["state"]
@@ -61,6 +63,7 @@ def tail_summary(
     """
     found: dict[str, Any] = {"run": str(run), "state": "no record yet", "problem": problem}
     found |= dict.fromkeys(("step", "loss", "lr", "grad_norm", "steps_per_second", "active", "budget", "num_starts"))
+    found["routed_by_hand"] = None
     found |= {"alarms": [], "warnings": []}
     if problem is not None:
         return found | {"state": "unreadable"}
@@ -72,11 +75,13 @@ def tail_summary(
     if not tail.rows:
         return found
     segment, row = tail.rows[-1]
+    forced = forced_units(row.extra)
     found |= {name: _plain(row.scalars.get(name, math.nan)) for name in ("loss", "lr", "grad_norm")}
     return found | {
         "step": row.step,
         "steps_per_second": _plain(steps_per_second(tail)),
         "active": active_names(segment, row),
+        "routed_by_hand": None if forced is None else [unit.name for unit in segment.units if unit.name in forced],
         "budget": budget_of(segment.config, sum(unit.recoverable for unit in segment.units)),
     }
 

@@ -29,7 +29,7 @@ from trimtab.control import REASONS
 from trimtab.errors import ConfigError, RecordError
 from trimtab.report.page_data import AlarmSpan, FaultSpan, PageRun, UnitTotals, gather_run
 from trimtab.report.settings import ReportSettings
-from trimtab.trace import find_runs, open_run, record_path
+from trimtab.trace import RunSummary, find_runs, open_run, record_path
 
 __all__ = ["build_page", "records_of", "write_report"]
 
@@ -177,6 +177,7 @@ def _run_data(run: PageRun, name: str) -> dict[str, Any]:
             for key in ("step", "loss", "loss_given", "grad_norm", "num_active", "num_entered", "saved_bytes")
         },
         "loss_given": run.summary.last_loss is not None,
+        "num_forced_steps": run.summary.num_forced_steps,
         "learning_steps": run.learning_steps,
         "gaps": run.gaps,
         "budget": run.budget,
@@ -263,6 +264,7 @@ def _facts(run: PageRun) -> str:
         ("units", f"{s.num_units:,}, {s.num_recoverable:,} of them recoverable"),
         ("budget", _budget(run)),
         ("recovered", f"{s.recovered_share:.2%} of recoverable unit-steps, {_count(s.num_switches, 'switch', 'es')}"),
+        ("by hand", _by_hand(s)),
         ("norms", f"{s.num_failed:,} failed, {s.num_unobserved:,} not observed"),
         ("last loss", "not given" if s.last_loss is None else _number(s.last_loss)),
         ("learning", _learning_fact(run)),
@@ -282,6 +284,12 @@ def _budget(run: PageRun) -> str:
     if run.budget is not None:
         return f"{_count(run.budget, 'unit')} on the recovery path at once"
     return "not stated" if run.summary.num_recoverable else "none: no unit is recoverable"
+
+
+def _by_hand(s: RunSummary) -> str:
+    if not s.num_forced_steps:
+        return ""
+    return f"{_count(s.num_forced_steps, 'step')} routed by hand, {s.forced_share:.2%} of recoverable unit-steps"
 
 
 def _learning_fact(run: PageRun) -> str:
@@ -349,10 +357,12 @@ def _units(units: Sequence[UnitTotals], num_steps: int) -> str:
     if not units or not num_steps:
         return ""
     ranked = sorted(units, key=lambda u: (-u.num_active, -u.num_failed, -_rank(u.top_risk)))[:_MOST_UNITS]
+    is_forced = any(unit.num_forced for unit in units)
     rows = [
         (
             unit.name,
             f"{unit.num_active / num_steps:.1%}" if unit.recoverable else "watched only",
+            *((f"{unit.num_forced / num_steps:.1%}",) if is_forced else ()),
             f"{unit.num_switches:,}",
             f"{unit.num_failed:,}",
             "" if unit.top_step is None else _number(unit.top_risk),
@@ -361,7 +371,8 @@ def _units(units: Sequence[UnitTotals], num_steps: int) -> str:
         for unit in ranked
     ]
     more = f" (the first {_MOST_UNITS} of {len(units):,})" if len(units) > _MOST_UNITS else ""
-    heads = ("unit", "steps on recovery path", "switches", "failed norms", "greatest risk", "at step")
+    by_hand = ("by hand",) if is_forced else ()
+    heads = ("unit", "steps on recovery path", *by_hand, "switches", "failed norms", "greatest risk", "at step")
     return _fold(f"Units by time on the recovery path{more}", _table(heads, rows))
 
 
@@ -421,9 +432,10 @@ def _costs(run: PageRun) -> str:
 
 def _comparison(runs: Sequence[PageRun], names: Sequence[str]) -> str:
     models = list(dict.fromkeys(str(run.config.get("model", "not recorded")) for run in runs))
+    is_forced = any(run.summary.num_forced_steps for run in runs)
     heads = (
-        "run", "state", "recipe", "steps", "recovered", "switches", "faults", "alarms",
-        "last loss", "mean of last tenth", "ms a step", "bytes kept per token",
+        "run", "state", "recipe", "steps", "recovered", *(("by hand",) if is_forced else ()),
+        "switches", "faults", "alarms", "last loss", "mean of last tenth", "ms a step", "bytes kept per token",
     )  # fmt: skip
     body = ""
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -434,6 +446,7 @@ def _comparison(runs: Sequence[PageRun], names: Sequence[str]) -> str:
             (s.recipe or "none").split("(")[0],
             f"{s.num_steps:,}",
             f"{s.recovered_share:.1%}",
+            *((f"{s.forced_share:.1%}" if s.num_forced_steps else "",) if is_forced else ()),
             f"{s.num_switches:,}",
             f"{s.num_faults:,}",
             f"{s.num_alarms:,}",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trimtab.report.budget import budget_of
 from trimtab.trace import Event, Run, RunSummary, Segment, summarize
+from trimtab.trace.routed import RoutedSets, forced_units
 from trimtab.trace.table import RawRow
 
 __all__ = ["MAX_CELLS", "AlarmSpan", "Cells", "FaultSpan", "PageRun", "ReadingBands", "UnitTotals", "gather_run"]
@@ -59,7 +60,7 @@ class Cells:
     reason: NDArray[np.uint8]
     """Codes of ``trimtab.control.REASONS``."""
     flags: NDArray[np.uint8]
-    """``ACTIVE``: decided onto the recovery path; ``DAMPED``; ``BY_HAND``: the step was routed by hand."""
+    """``ACTIVE``: decided onto the recovery path; ``DAMPED``; ``BY_HAND``: put onto it by hand in this step."""
     num_active: NDArray[np.uint32]
     """Steps of the bin whose decision put the unit on the recovery path."""
     num_steps: NDArray[np.uint32]
@@ -74,6 +75,8 @@ class UnitTotals:
     recoverable: bool
     num_active: int
     """Steps whose decision put it on the recovery path."""
+    num_forced: int
+    """Steps that ran with it on the recovery path by hand."""
     num_switches: int
     """Times that it entered the active set."""
     num_failed: int
@@ -158,8 +161,8 @@ class PageRun:
     step_seconds: float | None
     """Median time of a step."""
     saved_bytes: tuple[float, float, float] | None
-    """Bytes that the recoverable units keep for backward, per token: all on the low-cost path, as it was, all on the
-    recovery path."""
+    """Bytes that the recoverable units keep for backward, per token: all on the low-cost path, as the steps were run,
+    all on the recovery path."""
     flops: float
     """FLOPs of the recoverable units, per token."""
     learning_steps: int
@@ -227,6 +230,7 @@ def gather_run(run: Run, num_runs: int = 1) -> PageRun:
 class _Place:
     """Where a segment's units lie among those of the page."""
 
+    units: tuple[str, ...]
     source: Any
     target: Any
     saved_low: float
@@ -260,6 +264,8 @@ class _Gather:
         self._num_active = np.zeros(shape, np.uint32)
         self._num_steps = np.zeros(self.num_bins, np.uint32)
         self._active = np.zeros(len(self.names), np.bool_)
+        self._sets = RoutedSets()
+        self._forced = np.zeros(len(self.names), np.int64)
         self._switches = np.zeros(len(self.names), np.int64)
         self._failed = np.zeros(len(self.names), np.int64)
         self._index = {name: u for u, name in enumerate(self.names)}
@@ -277,7 +283,8 @@ class _Gather:
         ours = np.zeros(len(self.names), np.bool_)
         ours[place.target] = active[place.source]
         entered = ours & ~self._active
-        saved = place.saved_low + float(active @ place.saved_more)
+        routed = self._sets.take(row, place.units) & place.recoverable
+        saved = place.saved_low + float(routed @ place.saved_more)
         self.segment_of.append(segment.id)
         values = {name: row.scalars[name] for name in _POINT_COLUMNS} | {
             "step": row.step,
@@ -293,6 +300,8 @@ class _Gather:
             return
         self._active = ours
         self._switches += entered
+        if forced_units(row.extra) is not None:
+            self._forced[np.arange(len(self.names))[place.target]] += routed[place.source]
         for i, value in enumerate((place.saved_low, saved, place.saved_high)):
             self._saved[i] += value
         self._num_steps[b] += 1
@@ -320,9 +329,7 @@ class _Gather:
             values = getattr(row, name)
             table[b, where] = (0 if table.dtype.kind == "u" else np.nan) if values is None else values[there]
         flags = active[there].astype(np.uint8)
-        extra = row.extra or {}
-        for flag, key_of in ((DAMPED, "damped"), (BY_HAND, "routed_by_hand")):
-            named = extra.get(key_of) or ()
+        for flag, named in ((DAMPED, (row.extra or {}).get("damped")), (BY_HAND, forced_units(row.extra))):
             if named:
                 ours = np.zeros(len(self.names), np.bool_)
                 ours[[self._index[name] for name in named if name in self._index]] = True
@@ -342,7 +349,7 @@ class _Gather:
             np.array([_cost(unit.costs, name) for unit in segment.units]) * recoverable
             for name in ("low_saved_bytes", "high_saved_bytes")
         )
-        place = _Place(source, target, float(low.sum()), float(high.sum()), high - low, recoverable)
+        place = _Place(names, source, target, float(low.sum()), float(high.sum()), high - low, recoverable)
         self.places[segment.id] = place
         return place
 
@@ -383,6 +390,7 @@ class _Gather:
                 name=name,
                 recoverable=recoverable[u],
                 num_active=int(self._num_active[:, u].sum()),
+                num_forced=int(self._forced[u]),
                 num_switches=int(self._switches[u]),
                 num_failed=int(self._failed[u]),
                 top_risk=float(self._arrays["risk"][top[u], u]) if risk[top[u], u] >= 0 else float("nan"),

@@ -62,7 +62,9 @@ def runs_table(found: list[RunSummary], folder: Path) -> RenderableType:
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
     has_alarms = any(s.num_alarms for s in found)
-    for heading in ("steps", "units", "recovered", "switches", "faults", *(["alarms"] if has_alarms else []), "loss"):
+    is_forced = any(s.num_forced_steps for s in found)
+    by_hand, alarms = ["by hand"] if is_forced else [], ["alarms"] if has_alarms else []
+    for heading in ("steps", "units", "recovered", *by_hand, "switches", "faults", *alarms, "loss"):
         table.add_column(heading, justify="right", no_wrap=True)
     for s in found:
         table.add_row(
@@ -71,6 +73,7 @@ def runs_table(found: list[RunSummary], folder: Path) -> RenderableType:
             str(s.num_steps),
             str(s.num_units),
             f"{s.recovered_share:.1%}",
+            *([f"{s.forced_share:.1%}" if s.num_forced_steps else ""] if is_forced else []),
             str(s.num_switches),
             str(s.num_faults),
             *([str(s.num_alarms)] if has_alarms else []),
@@ -91,6 +94,11 @@ def _state(s: RunSummary) -> str:
     return state + (", damaged" if s.damage else "")
 
 
+def _by_hand(s: RunSummary) -> str:
+    steps = f"{s.num_forced_steps} step{'' if s.num_forced_steps == 1 else 's'} routed by hand"
+    return f"{steps}, {s.forced_share:.2%} of recoverable unit-steps"
+
+
 def _facts(s: RunSummary) -> list[tuple[str, str]]:
     steps = str(s.num_steps)
     if s.first_step is not None:
@@ -108,6 +116,7 @@ def _facts(s: RunSummary) -> list[tuple[str, str]]:
         ("steps", steps),
         ("units", f"{s.num_units}, {s.num_recoverable} of them recoverable"),
         ("recovered", f"{s.recovered_share:.2%} of recoverable unit-steps, {s.num_switches} switches"),
+        *([("by hand", _by_hand(s))] if s.num_forced_steps else []),
         ("norms", f"{s.num_failed} failed, {s.num_unobserved} not observed"),
         ("faults", str(s.num_faults)),
         ("alarms", str(s.num_alarms)),

@@ -23,6 +23,7 @@ from trimtab.report.settings import WatchSettings
 from trimtab.report.watch_data import RecordTail, active_names, read_tail, steps_per_second
 from trimtab.trace import record_path
 from trimtab.trace.reader import records_below
+from trimtab.trace.routed import forced_units
 
 __all__ = ["frame", "watch"]
 
@@ -111,8 +112,10 @@ def _line(tail: RecordTail | None) -> str:
         if not math.isnan(value) or (column == "loss" and row.loss_given):
             parts.append(f"{label} {value:.5g}")
     budget = budget_of(segment.config, sum(unit.recoverable for unit in segment.units))
-    recovered = str(len(active_names(segment, row))) + ("" if budget is None else f" of {budget} units")
-    parts += [f"recovered {recovered}", _state(tail, 0.0)]
+    parts.append(f"recovered {_of_budget(len(active_names(segment, row)), budget)}")
+    if forced := _forced_steps(tail):
+        parts.append(f"{_steps(len(forced))} routed by hand, the latest step {forced[-1]}")
+    parts.append(_state(tail, 0.0))
     for kind, events in (("alarm", tail.alarms), ("warning", tail.warnings)):
         if events:
             said = events[-1].data.get("sentence") or events[-1].data.get("message") or events[-1].place
@@ -187,14 +190,31 @@ def _numbers(tail: RecordTail, quiet_s: float) -> Table:
     counts = [0 if row.active is None else len(active_names(s, row)) for s, row in tail.rows if not row.skipped]
     if observed:
         budget = budget_of(tail.segment.config, sum(unit.recoverable for unit in tail.segment.units))
-        used = f"{counts[-1]}" + ("" if budget is None else f" of {budget} units")
-        facts.add_row("recovered", used, _spark(counts, 0, budget or None))
+        facts.add_row("recovered", _of_budget(counts[-1], budget), _spark(counts, 0, budget or None))
+        if forced := _forced_steps(tail):
+            facts.add_row(
+                "by hand", _steps(len(forced)), f"of the last {len(observed)}; the latest is step {forced[-1]}"
+            )
         if observed[-1].norms is not None:
             with np.errstate(invalid="ignore"):
                 failed = int(np.count_nonzero(~(np.isfinite(observed[-1].norms) & (observed[-1].norms >= 0))))
             if failed:
                 facts.add_row("failed norms", f"{failed}", "")
     return facts
+
+
+def _of_budget(num_units: int, budget: int | None) -> str:
+    units = f"{num_units} unit{'' if num_units == 1 else 's'}"
+    return units if budget is None else f"{units}, of at most {budget}"
+
+
+def _forced_steps(tail: RecordTail) -> list[int]:
+    """Steps that were routed by hand, of those that were read."""
+    return [row.step for _, row in tail.rows if not row.skipped and forced_units(row.extra) is not None]
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def _state(tail: RecordTail, quiet_s: float) -> str:

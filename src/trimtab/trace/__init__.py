@@ -5,7 +5,9 @@ Words:
     segment: One start of the run. A resume after step s begins one, and supersedes later rows of those before it.
     live line: The rows that count: those that no later segment has superseded.
     row: One optimizer step. Its active set is decided from its own norms, and routes the step after it.
-    event: A fault, an alarm, a switch, a gap, at a step and a place.
+    routed: The set that a step really ran under: forced by hand, or else decided in the row before. Switches are
+        read off the rows; no event tells them.
+    event: A fault, an alarm, a set forced by hand, a gap, at a step and a place.
     gap: Steps that could not be written, and are marked as lost.
     replay: The decisions of a policy, taken again from the recorded norms, channel errors and raised risks.
     what-if: The decisions that other policies would have taken along a run, counted beside the recorded ones.

@@ -76,14 +76,15 @@ class StepRow:
     elapsed_s: float | None = None
     """Seconds since the segment started. None: the writer's own clock."""
     extra: Mapping[str, Any] | None = None
-    """What else belongs to the step: units damped or routed by hand while it ran, risks raised, monitors' values."""
+    """What else belongs to the step: ``"routed_by_hand"``, the units of the set that it ran under if that was forced;
+    ``"damped"``, the factor of each damped unit; ``"raised"``, raised risks; ``"monitors"``, the monitors' values."""
     readings: Mapping[str, Mapping[str, tuple[Sequence[str], ArrayLike]]] | None = None
     """What the monitors read, by monitor and metric: the names of the places and a value each. Kept as float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that happened at a step: a fault, an alarm, a switch, a gap."""
+    """Something that happened at a step: a fault, an alarm, a set routed by hand, a gap."""
 
     kind: str
     """One of ``EventKind``."""

@@ -31,7 +31,7 @@ READING_TABLES = ("places", "readings")
 RECORD_NAME = "run.sqlite"
 _FILE_SUFFIXES = (".sqlite", ".db")
 
-EventKind = Literal["alarm", "fault", "forced", "gap", "note", "notice", "resume", "skip", "switch", "warning"]
+EventKind = Literal["alarm", "fault", "forced", "gap", "note", "notice", "resume", "skip", "warning"]
 """The kinds that trimtab writes; a record holds any other kind just as well."""
 
 # What the monitors read, place by place. The names of the places are kept once a segment, and once more when they

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.trace.reader import Run
+from trimtab.trace.routed import RoutedSets, forced_units
 from trimtab.trace.segments import Segment
 from trimtab.trace.table import RawRow
 
@@ -46,7 +47,13 @@ class RunSummary:
     recovered_share: float
     """Share of the recoverable unit-steps that the recovery path was decided for, 0 to 1."""
     num_switches: int
-    """Times that a unit entered the active set."""
+    """Times that a unit entered the active set, as decided."""
+    num_forced_steps: int
+    """Steps that ran under a set routed by hand, be it empty."""
+    forced_share: float
+    """Share of the recoverable unit-steps that such sets put on the recovery path, 0 to 1."""
+    routed_share: float
+    """Share of the recoverable unit-steps that ran on the recovery path: by hand where routed so, else as decided."""
     num_failed: int
     """Unit-steps with a NaN, infinite or negative norm."""
     num_unobserved: int
@@ -72,11 +79,13 @@ class _Tally:
         self.last_step: int | None = None
         self.num_active = self.num_unit_steps = 0
         self.num_switches = self.num_failed = self.num_unobserved = 0
+        self.num_forced_steps = self.num_forced = self.num_routed = 0
         self.last_loss: float | None = None
         self._segment = 0
         self._recoverable: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._names: tuple[str, ...] = ()
         self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._sets = RoutedSets()
 
     def add(self, segment: Segment, row: RawRow) -> None:
         if row.loss_given:
@@ -101,6 +110,11 @@ class _Tally:
         self.num_active += int(np.count_nonzero(active & self._recoverable))
         self.num_switches += int(np.count_nonzero(active & ~self._active))
         self._active = active
+        num_routed = int(np.count_nonzero(self._sets.take(row, self._names) & self._recoverable))
+        self.num_routed += num_routed
+        if forced_units(row.extra) is not None:
+            self.num_forced_steps += 1
+            self.num_forced += num_routed
 
     def _enter(self, segment: Segment) -> None:
         """Take the active set over to the units of another segment."""
@@ -126,6 +140,7 @@ def summarize(run: Run) -> RunSummary:
         (1, 0.5, 1)
     """
     tally, segments = run.fold(_Tally)
+    num_unit_steps = max(1, tally.num_unit_steps)
     events = [event.kind for event in run.events()]
     live = run.live_segment
     return RunSummary(
@@ -140,8 +155,11 @@ def summarize(run: Run) -> RunSummary:
         last_step=tally.last_step,
         num_units=len(live.units),
         num_recoverable=sum(unit.recoverable for unit in live.units),
-        recovered_share=tally.num_active / tally.num_unit_steps if tally.num_unit_steps else 0.0,
+        recovered_share=tally.num_active / num_unit_steps,
         num_switches=tally.num_switches,
+        num_forced_steps=tally.num_forced_steps,
+        forced_share=tally.num_forced / num_unit_steps,
+        routed_share=tally.num_routed / num_unit_steps,
         num_failed=tally.num_failed,
         num_unobserved=tally.num_unobserved,
         num_faults=events.count("fault"),

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.trace import encoding
+from trimtab.trace.routed import RoutedSets
 from trimtab.trace.rows import QUANTIZER_COLUMNS
 from trimtab.trace.schema import STEP_COLUMNS_SINCE
 
@@ -58,7 +59,8 @@ def meeting_damage() -> Iterator[None]:
 class StepTable:
     """Steps of a run as arrays, oldest first. T: rows, U: units.
 
-    ``active[t]`` is the set decided from the norms of row t: it routes the step after it.
+    ``active[t]`` is the set decided from the norms of row t: it routes the step after it. ``routed[t]`` is the set that
+    the step of row t ran under.
     """
 
     units: tuple[str, ...]
@@ -94,7 +96,11 @@ class StepTable:
     risk: NDArray[np.floating[Any]]
     """(T, U)"""
     active: NDArray[np.bool_]
-    """The units on the recovery path in the next step. (T, U)"""
+    """The units decided onto the recovery path for the next step; one routed by hand runs under another set. (T, U)"""
+    routed: NDArray[np.bool_]
+    """The units on the recovery path while the step ran: the set forced by hand where its ``extra`` has one as
+    ``"routed_by_hand"``, or else what the row before decided. None in the first row; where rows are missing, the last
+    decision before them. (T, U)"""
     lock: NDArray[np.int64]
     """Steps for which the unit stays a candidate. (T, U)"""
     errors: NDArray[np.float64]
@@ -195,11 +201,13 @@ class TableBuilder:
             "delta": np.full(shape, np.nan, score_dtype),
             "risk": np.full(shape, np.nan, score_dtype),
             "active": np.zeros(shape, np.bool_),
+            "routed": np.zeros(shape, np.bool_),
             "lock": np.zeros(shape, np.int64),
             "errors": np.full(shape, np.nan),
             **{name: np.full(shape, np.nan, np.float32) for name in QUANTIZER_COLUMNS},
             "reason": np.zeros(shape, np.int8),
         }
+        self._sets = RoutedSets()
         self._places: dict[tuple[str, ...], tuple[Any, Any]] = {units: (slice(None), slice(None))}
 
     def add(self, row: RawRow, units: tuple[str, ...]) -> None:
@@ -212,8 +220,9 @@ class TableBuilder:
         self._extra.append(row.extra)
         if row.norms is not None:
             self._known[t, target] = True
+        routed = self._sets.take(row, units)
         for name, table in self._arrays.items():
-            values = getattr(row, name)
+            values = routed if name == "routed" else getattr(row, name)
             if values is not None:
                 table[t, target] = values[source]
         self._num_rows += 1

@@ -562,12 +562,12 @@
       else score("risk", c.risk, true);
       score("channel error", c.error, false);
       const active = c.flags[i] & ACTIVE;
-      rows.push(["active", active ? "yes: on the recovery path in the next step" : "no"]);
+      rows.push(["active", active ? "yes: decided onto the recovery path for the next step" : "no"]);
       rows.push(["lock", c.lock[i] ? `${whole(c.lock[i])} more steps` : "none"]);
       const reason = this.run.reasons[c.reason[i]];
       if (c.reason[i]) rows.push(["reason", WHY[reason] || reason]);
       if (c.flags[i] & DAMPED) rows.push(["damped", "its gradient was scaled down"]);
-      if (c.flags[i] & BY_HAND) rows.push(["routed", "by hand"]);
+      if (c.flags[i] & BY_HAND) rows.push(["routed", "by hand: on the recovery path in this step"]);
       if (c.width > 1) rows.push(["active for", `${whole(c.num_active[i])} of ${whole(c.num_steps[b])} steps`]);
       return [title, rows];
     }
@@ -844,7 +844,7 @@
       keys: [...keys, ...(run.loss_given ? [] : switchKey), ...lost(p.grad_norm)] });
     if (run.budget !== null || p.num_active.some((n) => n > 0)) {
       const share = (i) => `${exact(p.num_active[i], false)}` + (run.budget ? ` of ${whole(run.budget)}: ${((100 * p.num_active[i]) / run.budget).toFixed(0)}% of the budget` : "");
-      chart(box, { ...marks, title: "Units on the recovery path in the next step", height: 120, zero: true,
+      chart(box, { ...marks, title: "Units on the recovery path in the next step" + (run.num_forced_steps ? ", where it is not routed by hand" : ""), height: 120, zero: true,
         series: [{ name: "units", x: p.step, y: p.num_active, color: 2, text: share }], limits: run.budget === null ? [] : [{ y: run.budget, name: "budget" }],
         keys: run.budget === null ? [] : [["limit", `budget, ${count(run.budget, "unit")}`]] });
     }
