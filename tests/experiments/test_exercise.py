@@ -1,14 +1,18 @@
 """Exercising the switch shows an effect where there is one, none where there is none, and changes nothing itself."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import trimtab
 from trimtab.control import Policy
-from trimtab.experiments.arms import TrainingPlan, build_model
-from trimtab.experiments.exercise import Exercise, exercise_summary
+from trimtab.control.policies import FixedSet
+from trimtab.experiments.arms import TrainingPlan, build_model, train_arm
+from trimtab.experiments.exercise import Exercise, exercise_sentence, exercise_summary
 from trimtab.experiments.recipes import make_recipe
-from trimtab.trace import open_run
+from trimtab.experiments.text import load_corpus
+from trimtab.trace import open_run, summarize
 
 PLAN = TrainingPlan(num_steps=4, hidden=32, ffn=64, num_layers=1, num_heads=2)
 OBSERVABLES = {"quantized-gemm": "outputs", "saved-activations": "quantizers"}
@@ -74,3 +78,43 @@ def test_looking_leaves_training_bit_for_bit_as_it_is(tmp_path, recipe, observab
     looked_at, _, _ = train(tmp_path / "looked", recipe, observable)
     left_alone, _, _ = train(tmp_path / "alone", recipe, observable, looks=False)
     assert torch.equal(looked_at, left_alone)
+
+
+BY_HAND = {
+    "exercised": {"exercise_every": 2, "observable": "quantizers"},
+    "always": {"recovers_always": True},
+    "some": {"before_step": lambda step, guard, batch: guard.route(guard.units[:step]) if step % 3 else None},
+    "none": {"before_step": lambda step, guard, batch: guard.route([]) if step == 3 else None},
+    "left alone": {},
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_a_record_tells_the_sets_that_the_steps_ran_under_as_the_demo_counts_them(tmp_path, case):
+    corpus = load_corpus(["The ship sails to port at dawn. " * 200], tokenizer="bytes", sequence=PLAN.sequence)
+    model, recipe = build_model(PLAN, corpus.vocab_size), make_recipe("saved-activations")
+    policy = FixedSet(["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"])
+    plan = dataclasses.replace(PLAN, num_steps=7, num_validation=1)
+    trained = train_arm(model, recipe, policy, plan, corpus, record=tmp_path, **BY_HAND[case])
+    with open_run(tmp_path) as run:
+        steps, summary = run.steps(), summarize(run)
+    assert steps.routed.tolist() == trained.routed[1:].tolist()
+    assert summary.routed_share == trained.routed[1:].mean()
+    assert trained.routed.any(), "else this says nothing"
+    assert summary.num_forced_steps == {"exercised": 3, "always": 7, "some": 5, "none": 1, "left alone": 0}[case]
+
+
+@pytest.mark.parametrize(("recipe", "observable"), OBSERVABLES.items())
+def test_what_came_of_it_is_one_sentence(tmp_path, recipe, observable):
+    _, done, _ = train(tmp_path / "works", recipe, observable)
+    assert exercise_sentence(done, 2).startswith(
+        "Exercised by hand in 2 steps, 14 unit-steps: it took effect in all of "
+    )
+    _, done, _ = train(tmp_path / "stuck", recipe, observable, switches=False)
+    assert "it took effect in none of them. Either both paths do the same" in exercise_sentence(done, 2)
+    _, done, _ = train(tmp_path / "never", recipe, observable, every=5)
+    assert exercise_sentence(done, 5) == "The switch was not exercised: that takes 5 steps."
+    some = {"steps": [2], "units_forced": 7, "units_seen_on_recovery_path": 3, "observable": "quantizers"}
+    assert "in 1 step of the demo, 7 unit-steps: it took effect in 3 of them (" in exercise_sentence(
+        some, 2, " of the demo"
+    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import trimtab
 from trimtab.control import Decision, MatchedRandom, Policy, PolicyLike, robust
-from trimtab.experiments.exercise import Exercise
+from trimtab.experiments.exercise import EXERCISE_EVERY, Exercise, Observable
 from trimtab.experiments.recipes import make_recipe
 from trimtab.experiments.text import Corpus, TextBatches, validation_batches
 from trimtab.faults import Fault, StoredCopyBurst, StoredCopyFaults
@@ -26,6 +26,7 @@ from trimtab.precision import Recipe, find_units, measure_saved_bytes
 
 __all__ = [
     "ARMS",
+    "EXERCISED",
     "Arm",
     "ArmResult",
     "Trained",
@@ -115,6 +116,7 @@ class Arm:
         faults: Whether the bursts fall on it. Where every copy has 8 bits or more there is no low-width copy to hit.
         policy: Makes its policy from the plan and from the number of active units that the GNMR arm had at each step.
         exercise_every: Steps from one exercise of the switch to the next; 0 never exercises it.
+        observable: By what an exercised unit is seen to be on the recovery path.
         recovers_always: Whether every unit is put on the recovery path by hand in every step.
     """
 
@@ -124,6 +126,7 @@ class Arm:
     faults: bool
     policy: Callable[[TrainingPlan, Sequence[int]], PolicyLike]
     exercise_every: int = 0
+    observable: Observable = "outputs"
     recovers_always: bool = False
 
 
@@ -148,6 +151,17 @@ ARMS = (
     Arm("static_8bit", "static 8-bit", _stored(8, 8), False, lambda plan, _: plan.policy(max_active=0)),
 )
 """The arms of saved activations."""
+
+EXERCISED = Arm(
+    "exercised",
+    "exercised by hand",
+    _stored(4, 8),
+    False,
+    lambda plan, _: plan.policy(max_active=0),
+    exercise_every=EXERCISE_EVERY,
+    observable="quantizers",
+)
+"""Of saved activations too. Not an arm to compare: what shows its effect is watched in every step, which takes time."""
 
 
 @dataclass(slots=True)
@@ -242,6 +256,7 @@ def run_arm(
         record=record,
         recovers_always=arm.recovers_always,
         exercise_every=arm.exercise_every,
+        observable=arm.observable,
         on_step=on_step,
     )
     val_loss, routed = trained.val_loss, trained.routed
@@ -336,6 +351,7 @@ def train_arm(
     record: Path | None = None,
     recovers_always: bool = False,
     exercise_every: int = 0,
+    observable: Observable = "outputs",
     quantizer_stats: bool | None = None,
     before_step: Callable[[int, Guard, Tensor], None] | None = None,
     on_decision: Callable[[int, Decision], None] | None = None,
@@ -353,6 +369,7 @@ def train_arm(
         record: Where the run record goes.
         recovers_always: Whether every unit is put on the recovery path by hand in every step.
         exercise_every: Steps from one exercise of the switch to the next; 0 never exercises it.
+        observable: By what an exercised unit is seen to be on the recovery path.
         quantizer_stats: See ``trimtab.attach``.
         before_step: Called with the step, the guard and the step's batch before its forward; it may route by hand. Its
             time is not counted.
@@ -370,7 +387,7 @@ def train_arm(
         weight_decay=plan.weight_decay,
     )
     guard = trimtab.attach(model, recipe, policy=policy, record=record, quantizer_stats=quantizer_stats)
-    exercise = Exercise(guard, exercise_every) if exercise_every else None
+    exercise = Exercise(guard, exercise_every, observable) if exercise_every else None
     switchable = set() if guard.conversion is None else {unit.name for unit in guard.conversion.units}
     trained = Trained(
         units=guard.units,

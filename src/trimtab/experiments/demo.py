@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trimtab.errors import MissingExtraError
-from trimtab.experiments.arms import ARMS, ArmResult, TrainingPlan, build_model, burst_schedule
+from trimtab.experiments.arms import ARMS, EXERCISED, ArmResult, TrainingPlan, build_model, burst_schedule
 from trimtab.experiments.console import arm_table, run_arms
+from trimtab.experiments.exercise import EXERCISE_EVERY, exercise_sentence, exercise_summary
+from trimtab.experiments.packages import require_packages
 from trimtab.experiments.recipe_demo import run_recipe_demo
-from trimtab.experiments.settings import DemoSettings, fresh_summary, prepare_folder, write_whole
+from trimtab.experiments.settings import DemoSettings, demo_packages, fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, load_corpus, read_files, read_speeches
 from trimtab.experiments.versions import package_versions
 from trimtab.faults import StoredCopyBurst, random_bursts
 from trimtab.precision import find_units
+from trimtab.trace import open_run
 
 __all__ = ["demo_bursts", "run_demo"]
 
@@ -36,6 +38,8 @@ NOTES = (
     "step. Static 8-bit has no 4-bit copy, so no burst falls on it.",
     "GNMR routes a unit from the step after its gradient grew; damping scales that gradient back in the step itself.",
 )
+_EXERCISE_STEPS = 50
+"""Most steps of the run in which the switch is exercised."""
 
 
 def demo_bursts(units: Sequence[str], num_steps: int, seed: int) -> list[StoredCopyBurst]:
@@ -59,8 +63,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
     console = console or Console()
     if settings.recipe != "saved-activations":
         return run_recipe_demo(settings, console)
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("The demo", "transformers", "demo")
+    require_packages("The demo", demo_packages(settings))
     prepare_folder(settings.folder)
     documents = read_files(settings.data) if settings.data else read_speeches()
     plan = TrainingPlan(num_steps=settings.num_steps, seed=settings.seed)
@@ -77,15 +80,25 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> dict[str
     )
     summary_path = fresh_summary(settings.folder)
     results = run_arms(ARMS, plan, corpus, settings.folder, console, bursts=bursts)
+    exercise = _exercise(settings, plan, corpus, console)
     summary = _summary(settings, plan, corpus, num_parameters, len(units), bursts, results)
-    summary["versions"] = package_versions()
+    summary |= {"exercise": exercise, "versions": package_versions()}
     write_whole(summary_path, summary)
     for table in _tables(summary, console.width):
         console.print(table)
-    for note in (LEGEND, *NOTES):
+    where = f" of a run of its own, {exercise['num_steps']} steps without faults (records/{EXERCISED.name})"
+    for note in (LEGEND, exercise_sentence(exercise, EXERCISE_EVERY, where), *NOTES):
         console.print(f"- {note}", highlight=False)
     console.print(f"Figures: {summary_path}   One run record an arm: trimtab runs {settings.folder}", highlight=False)
     return summary
+
+
+def _exercise(settings: DemoSettings, plan: TrainingPlan, corpus: Corpus, console: Console) -> dict[str, Any]:
+    """A short run in which the switch is exercised by hand; after the arms, none of which it touches."""
+    short = dataclasses.replace(plan, num_steps=min(_EXERCISE_STEPS, plan.num_steps))
+    run_arms((EXERCISED,), short, corpus, settings.folder, console)
+    with open_run(settings.folder / "records" / EXERCISED.name) as run:
+        return {"num_steps": short.num_steps, **exercise_summary(run)}
 
 
 def _summary(

@@ -20,7 +20,10 @@ from trimtab.precision import Conversion, QuantizerObserver
 from trimtab.precision.linear_conversion import in_backward
 from trimtab.trace import Run
 
-__all__ = ["Exercise", "exercise_summary"]
+__all__ = ["EXERCISE_EVERY", "Exercise", "Observable", "exercise_sentence", "exercise_summary"]
+
+EXERCISE_EVERY = 10
+"""Steps from one exercise to the next, in the demos."""
 
 Observable = Literal["outputs", "quantizers"]
 """By what a unit is seen to be on the recovery path."""
@@ -168,3 +171,34 @@ def exercise_summary(run: Run) -> dict[str, Any]:
         known = [event.data[name] for event in notes if event.data.get(name) is not None]
         summary[name] = choose(known, default=None)
     return summary
+
+
+def exercise_sentence(exercise: Mapping[str, Any], every: int, where: str = "") -> str:
+    """What came of exercising the switch, for people.
+
+    Args:
+        exercise: What ``exercise_summary`` gave.
+        every: Steps from one exercise to the next.
+        where: What these are steps of, with a space before it, where that is not clear.
+
+    Example:
+        >>> done = {"steps": [10], "units_forced": 7, "units_seen_on_recovery_path": 0, "observable": "outputs"}
+        >>> exercise_sentence(done | {"smallest_change": 0.0, "largest_change": 0.0}, 10)[:71]
+        'Exercised by hand in 1 step, 7 unit-steps: it took effect in none of th'
+    """
+    forced, seen = exercise["units_forced"], exercise["units_seen_on_recovery_path"]
+    if not forced:
+        return f"The switch was not exercised: that takes {every} steps."
+    num_steps = len(exercise["steps"])
+    steps = f"{num_steps} step{'' if num_steps == 1 else 's'}{where}"
+    said = f"Exercised by hand in {steps}, {forced} unit-steps: it took effect in "
+    if not seen:
+        return f"{said}none of them. Either both paths do the same, or the units do not follow their route."
+    if exercise["observable"] == "quantizers":
+        how = "the low-cost path's quantizers, which report in other steps, had nothing to do in these"
+    else:
+        how = (
+            f"on the same input, outputs of layers differ by {exercise['smallest_change']:.2g} to "
+            f"{exercise['largest_change']:.2g} of their norm from those of the low-cost path"
+        )
+    return f"{said}{'all' if seen == forced else seen} of them ({how})."

