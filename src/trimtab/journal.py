@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import warnings
@@ -15,7 +16,7 @@ from torch import nn
 
 from trimtab._version import __version__
 from trimtab.control.protocol import PolicyLike
-from trimtab.errors import TrimtabWarning
+from trimtab.errors import ConfigError, TrimtabWarning
 from trimtab.monitors.group import monitor_metrics
 from trimtab.pending import Decided, Pending
 from trimtab.precision.recipe import Conversion, Recipe
@@ -213,4 +214,7 @@ def _is_writing_rank() -> bool:
 
 
 def _as_dict(cost: Any) -> dict[str, float]:
+    if not dataclasses.is_dataclass(cost):
+        allowed = "a conversion has a trimtab.precision.PathCost for each unit."
+        raise ConfigError("costs", cost, allowed, "Give what each unit keeps and multiplies on either path.")
     return {name: float(getattr(cost, name)) for name in cost.__dataclass_fields__}

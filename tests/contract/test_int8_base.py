@@ -3,14 +3,19 @@
 import pytest
 
 from trimtab.precision.int8_base import Int8Base
-from trimtab.testing import RecipeContract
+from trimtab.testing import OperandRounding, RecipeContract
 
 SETTINGS = [("projection", True), ("layer", False)]
+
+# A code is a whole number to 127, and is off by half of one; the largest of a token, or of a row of the weight, is 127.
+INT8 = OperandRounding(rtol=0.5 / 127, floor=1.0)
+ROUNDING = {"input": INT8, "weight": INT8}
 
 
 class TestInt8Base(RecipeContract):
     needs_adapters = True
     documented_changes = frozenset({"output", "input_gradient"})
+    low_rounding = ROUNDING
 
     @pytest.fixture(autouse=True, params=SETTINGS, ids=lambda setting: "-".join(map(str, setting)))
     def settings(self, request):

@@ -3,7 +3,7 @@
 import pytest
 
 from trimtab.precision import SavedActivations
-from trimtab.testing import RecipeContract
+from trimtab.testing import OperandRounding, RecipeContract
 
 SETTINGS = [
     (2, 4, "nearest", "projection"),
@@ -27,7 +27,10 @@ class TestSavedActivations(RecipeContract):
         self.high_is_exact = self.high_bits == 16
         # A token's largest entry meets the largest code, so a step is 1 / (2**(bits - 1) - 1) of it; to nearest errs by
         # half a step. The gradient that the copy is multiplied by is not rounded.
-        self.high_rtol = (1.0 if self.is_stochastic else 0.5) / (2 ** (self.high_bits - 1) - 1)
+        steps = 1.0 if self.is_stochastic else 0.5
+        self.high_rtol = steps / (2 ** (self.high_bits - 1) - 1)
+        # In 2 bits that is half of a token's largest entry, or all of it: a wrong factor of 2 may not show.
+        self.low_rounding = {"input": OperandRounding(rtol=steps / (2 ** (self.low_bits - 1) - 1), floor=1.0)}
         self.compiles_in_one_graph = (self.low_bits, self.high_bits) == (4, 8)
         self.why_not_one_graph = "other widths compile alike, and compiling takes seconds"
 

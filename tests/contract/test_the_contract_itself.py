@@ -12,10 +12,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trimtab.errors import ConfigError
+from trimtab.guard import attach
 from trimtab.precision import SavedActivations, find_units
 from trimtab.precision.linear_conversion import in_backward
 from trimtab.precision.quantized_gemm import QuantizedGemm
-from trimtab.testing import RecipeContract, tiny_model
+from trimtab.testing import OperandRounding, RecipeContract, tiny_model
+
+# Of the two recipes below: E3M2, of 2 mantissa bits and normal numbers from 2**-2 to 28, and whole numbers to 7.
+E3M2 = OperandRounding(rtol=2**-3, floor=2**-2 / 28, over="tensor")
+INT4 = OperandRounding(rtol=0.5 / 7, floor=1.0)
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was():
+    """What a broken recipe has switched or hooked for the whole process."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.nn.modules.module._global_forward_hooks.clear()
 
 
 class Broken:
@@ -48,12 +61,13 @@ class Contract(RecipeContract):
 
 def products(breaks, broken=Broken, **hooks):
     """The contract of a recipe that changes outputs and all gradients."""
+    hooks = {"low_rounding": {"input": E3M2, "weight": E3M2, "output_gradient": E3M2}} | hooks
     return Contract(lambda: broken(QuantizedGemm("e3m2", "bf16"), breaks), **hooks)
 
 
 def copies(breaks, broken=Broken, **hooks):
     """The contract of a recipe that changes weight gradients only."""
-    hooks = {"documented_changes": frozenset({"weight_gradient"})} | hooks
+    hooks = {"documented_changes": frozenset({"weight_gradient"}), "low_rounding": {"input": INT4}} | hooks
     return Contract(lambda: broken(SavedActivations(4, 16), breaks), **hooks)
 
 
@@ -81,6 +95,25 @@ def with_output(change):
     return with_run(changed)
 
 
+def with_plain(change):
+    """What layers on the recovery path give is changed: ``change(module, x)`` in place of the plain layer."""
+
+    def breaks(conversion, model):
+        run = conversion.run
+
+        def changed(module, x, index):
+            output = run(module, x, index)
+            return change(conversion, module, x) if output is None else output
+
+        conversion.run = changed
+
+    return breaks
+
+
+def plain(module, x):
+    return F.linear(x, module.weight, module.bias)
+
+
 def first_layer(conversion):
     return conversion.operators[0][0]
 
@@ -91,6 +124,36 @@ def low_path_is_the_plain_layer(conversion, model):
 
 def high_path_is_low(conversion, model):
     conversion.is_active = lambda index: False
+
+
+def high_path_rounds_in_later_steps(conversion, module, x):
+    return plain(module, x) * 1.01 if conversion._step > 1 else None
+
+
+def high_path_rounds_in_later_micro_batches(conversion, module, x):
+    return plain(module, x) * 1.01 if conversion._micro_batch > 1 else None
+
+
+def high_path_rounds_in_eval_mode(conversion, module, x):
+    return None if module.training else plain(module, x) * 1.01
+
+
+def low_path_doubles_weight_gradients(conversion, model):
+    products = conversion.gradient_products
+
+    def doubled(*args):
+        grad_x, grad_weight = products(*args)
+        return grad_x, None if grad_weight is None else 2 * grad_weight
+
+    conversion.gradient_products = doubled
+
+
+def low_path_is_off_in_later_steps(conversion, model):
+    with_output(lambda output, x: output * (1.5 if conversion._step > 1 else 1.0))(conversion, model)
+
+
+def adds_to_one_output(output, x):
+    return output + 10 * (torch.arange(output.shape[-1]) == 0)
 
 
 def starts_on_the_recovery_path(conversion, model):
@@ -208,6 +271,57 @@ def adds_a_buffer(conversion, model):
     first_layer(conversion).register_buffer("scale", torch.ones(()))
 
 
+def adds_a_buffer_in_evaluation(conversion, model):
+    layer = first_layer(conversion)
+    evaluates(lambda: layer.register_buffer("scale", torch.ones(())))(conversion, model)
+
+
+def evaluates(function):
+    """What a layer does besides in a forward without gradients."""
+
+    def breaks(conversion, model):
+        def hook(module, args):
+            if not torch.is_grad_enabled() and not module.training:
+                function()
+
+        handle, undo = first_layer(conversion).register_forward_pre_hook(hook), conversion.undo
+        conversion.undo = lambda: (handle.remove(), undo())
+
+    return breaks
+
+
+def leaks_a_hook_on_all_modules(conversion, model):
+    torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+
+
+def leaves_torch_less_precise(conversion, model):
+    torch.set_float32_matmul_precision("medium")
+
+
+def leaks_a_hook_on_a_parameter(conversion, model):
+    first_layer(conversion).weight.register_hook(lambda grad: None)
+
+
+def leaks_a_hook_on_what_is_accumulated(conversion, model):
+    first_layer(conversion).weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def freezes_a_parameter(conversion, model):
+    undo = conversion.undo
+    conversion.undo = lambda: (undo(), model.lm_head.weight.requires_grad_(False))
+
+
+def stops_when_it_is_copied(conversion, model):
+    class Trap:
+        def __deepcopy__(self, memo):
+            conversion.run = lambda module, x, index: None
+
+        def __reduce__(self):
+            return type(None), ()
+
+    model.__dict__["trap"] = Trap()
+
+
 def undo_removes_every_hook(conversion, model):
     undo = conversion.undo
 
@@ -236,6 +350,17 @@ def leaves_a_cost_out(conversion, model):
 
 def lies_about_costs(conversion, model):
     conversion.costs = [dataclasses.replace(cost, low_saved_bytes=1.0) for cost in conversion.costs]
+
+
+def with_costs(**changes):
+    def breaks(conversion, model):
+        conversion.costs = [dataclasses.replace(cost, **changes) for cost in conversion.costs]
+
+    return breaks
+
+
+def has_no_costs(conversion, model):
+    conversion.costs = [None] * len(conversion.units)
 
 
 def keeps_a_tuple_in_its_state(conversion, model):
@@ -371,6 +496,59 @@ def draws(function):
     return with_run(drawing)
 
 
+def seeds():
+    torch.manual_seed(1)
+
+
+def draws_in_converting(conversion, model):
+    torch.rand(())
+
+
+def seeds_in_backward(conversion, model):
+    first_layer(conversion).weight.register_hook(lambda grad: seeds())
+
+
+def under_autocast(change):
+    return lambda output, x: change(output) if torch.is_autocast_enabled("cpu") else output
+
+
+def high_path_is_off_under_autocast(conversion, module, x):
+    return plain(module, x) * 1.05 if torch.is_autocast_enabled("cpu") else None
+
+
+def high_path_ignores_autocast(conversion, module, x):
+    if not torch.is_autocast_enabled("cpu"):
+        return None
+    with torch.autocast("cpu", enabled=False):
+        return plain(module, x.float()).bfloat16()
+
+
+def needs(condition):
+    def given(run, module, x, index):
+        if not condition(x):
+            raise RuntimeError("view size is not compatible with input tensor's size and stride")
+        return run(module, x, index)
+
+    return with_run(given)
+
+
+def needs_contiguous_gradients(output, x):
+    def check(grad):
+        if not grad.is_contiguous():
+            raise RuntimeError("view size is not compatible with input tensor's size and stride")
+
+    output.register_hook(check)
+    return output
+
+
+class RefusesBfloat16Late(Broken):
+    def convert(self, model, units):
+        conversion = super().convert(model, units)
+        if next(model.parameters()).dtype == torch.bfloat16:
+            needs(lambda x: False)(conversion, model)
+        return conversion
+
+
 def where_odd(axis):
     return with_output(lambda output, x: output * 0 if x.dim() > 1 and x.shape[axis] % 2 else output)
 
@@ -381,10 +559,17 @@ BROKEN = {
         (products, low_path_is_the_plain_layer),
         (copies, with_output(lambda output, x: output * 1.01)),
         (products, with_output(lambda output, x: output / 0)),
+        (products, with_output(lambda output, x: output * 1.5)),
+        (products, with_output(adds_to_one_output)),
+        (products, low_path_doubles_weight_gradients),
+        (products, low_path_is_off_in_later_steps),
     ],
     "the_recovery_path_computes_what_the_plain_layers_do": [
         (products, high_path_is_low),
         (copies, high_path_is_low),
+        (products, with_plain(high_path_rounds_in_later_steps)),
+        (products, with_plain(high_path_rounds_in_later_micro_batches)),
+        (products, with_plain(high_path_rounds_in_eval_mode)),
     ],
     "the_recovery_path_of_all_units_trains_as_the_plain_model": [(products, high_path_is_low)],
     "all_units_start_on_the_low_cost_path": [(products, starts_on_the_recovery_path)],
@@ -395,6 +580,23 @@ BROKEN = {
     ],
     "any_number_of_tokens_is_taken": [(products, where_odd(-2))],
     "odd_feature_sizes_are_taken": [(products, where_odd(-1))],
+    "operands_of_any_shape_and_layout_are_taken": [
+        (products, needs(lambda x: x.is_contiguous())),
+        (products, needs(lambda x: x.dim() in (2, 3))),
+        (products, needs(lambda x: x.dim() != 1)),
+        (products, with_output(needs_contiguous_gradients)),
+        (products, with_output(lambda output, x: output if x.is_contiguous() else output.roll(1, 0))),
+    ],
+    "what_holds_of_both_paths_holds_under_autocast": [
+        (products, with_output(under_autocast(lambda output: output * torch.nan))),
+        (products, with_output(under_autocast(lambda output: output * 1.5))),
+        (products, with_plain(high_path_is_off_under_autocast)),
+        (products, with_plain(high_path_ignores_autocast)),
+    ],
+    "a_model_in_bfloat16_trains_on_both_paths_or_is_refused": [
+        (lambda breaks: products(breaks, RefusesBfloat16Late), nothing),
+        (products, with_output(lambda output, x: output.float())),
+    ],
     "a_due_route_is_pulled_once_before_the_next_forward_computes": [
         (products, no_route_is_pulled),
         (products, a_route_is_pulled_by_each_layer),
@@ -411,9 +613,16 @@ BROKEN = {
         (products, draws(lambda: torch.rand(()))),
         (products, draws(lambda: np.random.rand())),  # noqa: NPY002 - the global stream is the point
         (products, draws(random.random)),
+        (products, draws(seeds)),
+        (products, seeds_in_backward),
+        (products, draws_in_converting),
+        (products, evaluates(lambda: torch.rand(()))),
     ],
     "autocast_gives_the_dtypes_that_plain_layers_give": [(products, with_output(lambda output, x: output.float()))],
-    "evaluation_runs_the_plain_model": [(products, hooks_the_layer)],
+    "evaluation_runs_the_plain_model": [
+        (products, hooks_the_layer),
+        (lambda breaks: products(breaks, evaluates_as_plain=False), hooks_the_layer),
+    ],
     "a_recipe_that_leaves_forwards_alone_does_so_everywhere": [(copies, with_run(without_gradients))],
     "zeros_stay_zeros": [
         (products, with_output(lambda output, x: output + 1e-6)),
@@ -469,11 +678,18 @@ BROKEN = {
         (products, changes_a_parameter),
         (products, replaces_a_parameter),
         (products, adds_a_buffer),
+        (products, adds_a_buffer_in_evaluation),
     ],
     "undo_gives_every_module_back_as_it_was": [
         (products, leaks_a_hook),
         (products, is_never_undone),
         (products, undo_removes_every_hook),
+        (products, adds_a_buffer_in_evaluation),
+        (products, leaks_a_hook_on_all_modules),
+        (products, leaves_torch_less_precise),
+        (products, leaks_a_hook_on_a_parameter),
+        (products, leaks_a_hook_on_what_is_accumulated),
+        (products, freezes_a_parameter),
     ],
     "an_undone_model_trains_as_the_plain_one": [(products, is_never_undone)],
     "detach_gives_every_module_back_as_it_was": [(products, leaks_a_hook), (products, is_never_undone)],
@@ -490,13 +706,27 @@ BROKEN = {
         (lambda breaks: products(breaks, TakesAnything), nothing),
         (lambda breaks: products(breaks, MarksTheModelFirst), nothing),
     ],
-    "a_copy_of_a_converted_model_is_a_plain_model_that_trains": [(products, hooks_the_layer)],
+    "a_copy_of_a_converted_model_is_a_plain_model_that_trains": [
+        (products, hooks_the_layer),
+        (products, stops_when_it_is_copied),
+    ],
     "its_settings_are_json_and_build_the_recipe_again": [
         (lambda breaks: products(breaks, HasNoJson), nothing),
         (lambda breaks: products(breaks, HasNoName), nothing),
     ],
     "its_state_is_json": [(products, keeps_a_tuple_in_its_state)],
-    "costs_are_the_bytes_that_are_kept": [(copies, lies_about_costs), (products, lies_about_costs)],
+    "costs_are_finite_and_none_is_negative": [
+        (products, with_costs(flops=float("nan"))),
+        (products, with_costs(high_saved_bytes=float("inf"))),
+        (products, with_costs(low_saved_bytes=-1.0)),
+        (products, has_no_costs),
+    ],
+    "costs_are_the_bytes_that_are_kept": [
+        (copies, lies_about_costs),
+        (products, lies_about_costs),
+        (products, has_no_costs),
+    ],
+    "costs_are_the_flops_of_the_products": [(products, with_costs(flops=1.0)), (products, has_no_costs)],
     "switching_units_never_recompiles_and_gives_the_gradients_of_eager_mode": [(products, recompiles)],
 }
 CASES = [(claim, i) for claim, ways in BROKEN.items() for i in range(len(ways))]
@@ -530,6 +760,52 @@ def test_what_does_not_apply_is_skipped_with_its_reason():
         products(
             nothing, compiles_in_one_graph=False
         ).test_switching_units_never_recompiles_and_gives_the_gradients_of_eager_mode()
+
+
+def test_what_is_not_measured_has_a_reason():
+    for of, claim in (("saved_bytes", "the_bytes_that_are_kept"), ("flops", "the_flops_of_the_products")):
+        with pytest.raises(AssertionError, match="needs a reason"):
+            getattr(products(nothing, **{f"has_costs_of_{of}": False}), f"test_costs_are_{claim}")()
+        told = products(nothing, **{f"has_costs_of_{of}": False, f"why_no_costs_of_{of}": "a library allocates"})
+        with pytest.raises(SkipTest, match="a library allocates"):
+            getattr(told, f"test_costs_are_{claim}")()
+
+
+def test_a_recipe_that_seeds_the_streams_is_seen_whatever_ran_before():
+    contract = products(seeds_in_backward)
+    contract.test_two_micro_batches_add_up()
+    with pytest.raises(AssertionError, match=r"a forward and backward on the low-cost path .* set their state"):
+        contract.test_random_streams_are_left_where_the_plain_model_leaves_them()
+
+
+@pytest.mark.parametrize("breaks", [leaves_torch_less_precise, leaks_a_hook_on_all_modules])
+def test_what_is_switched_for_the_whole_process_is_seen_in_each_claim(breaks):
+    with pytest.raises(AssertionError, match=r"undo left another .* than it found"):
+        products(breaks).test_two_micro_batches_add_up()
+
+
+def test_a_recipe_may_refuse_a_model_in_bfloat16_at_conversion():
+    class Refuses(Broken):
+        def convert(self, model, units):
+            if next(model.parameters()).dtype == torch.bfloat16:
+                raise ConfigError("dtype", torch.bfloat16, "weights are in float32.", "Convert the model.")
+            return super().convert(model, units)
+
+    with pytest.raises(SkipTest, match="refuses a model in bfloat16"):
+        products(nothing, Refuses).test_a_model_in_bfloat16_trains_on_both_paths_or_is_refused()
+
+
+def test_without_its_rounding_a_low_cost_path_is_held_to_be_finite_and_another():
+    products(
+        low_path_doubles_weight_gradients, low_rounding=None
+    ).test_the_low_cost_path_changes_what_is_documented_and_nothing_else()
+
+
+def test_a_recipe_without_costs_is_refused_by_a_guard():
+    model = tiny_model(num_blocks=1)
+    with pytest.raises(ConfigError, match=r"costs=None: a conversion has a .*PathCost for each unit"):
+        attach(model, Broken(QuantizedGemm("e3m2", "bf16"), has_no_costs))
+    QuantizedGemm().convert(model, find_units(model)).undo()  # which it could not be if it were converted still
 
 
 def test_a_contract_without_a_recipe_says_so():

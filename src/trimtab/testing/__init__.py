@@ -2,12 +2,14 @@
 
 from trimtab.testing.models import AdaptedLinear, TinyModel, adapted_tiny_model, tiny_model
 from trimtab.testing.monitor_contract import MonitorContract
+from trimtab.testing.operand_rounding import OperandRounding
 from trimtab.testing.policy_contract import PolicyContract
 from trimtab.testing.recipe_contract import RecipeContract
 
 __all__ = [
     "AdaptedLinear",
     "MonitorContract",
+    "OperandRounding",
     "PolicyContract",
     "RecipeContract",
     "TinyModel",

@@ -9,13 +9,13 @@ import pickle
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab.control import Policy
 from trimtab.errors import ConfigError
 from trimtab.guard import attach
-from trimtab.precision import Conversion, Recipe, measure_saved_bytes
-from trimtab.testing.recipe_hooks import RecipeHooks, assert_same, skip
+from trimtab.precision import Conversion, Recipe
+from trimtab.testing.recipe_hooks import ConvertedPair, RecipeHooks, assert_same
 from trimtab.testing.snapshots import changes_since, snapshot_of, values_of
 
 __all__ = ["ConversionClaims"]
@@ -69,12 +69,15 @@ class ConversionClaims(RecipeHooks):
             check("after converting")
             for active in (False, True):
                 conversion.route([active] * len(conversion.units))
+                path = "recovery" if active else "low-cost"
                 self.gradients(model, self.batch(model))
-                check(f"after a forward and backward on the {'recovery' if active else 'low-cost'} path")
+                check(f"after a forward and backward on the {path} path")
+                self.evaluate(model)
+                check(f"after an evaluation on the {path} path")
         check("after undoing")
 
     def test_undo_gives_every_module_back_as_it_was(self) -> None:
-        """Classes, forwards, attributes and hooks, those of others included."""
+        """Classes, forwards, attributes, hooks, those of others included; and what holds in the whole process."""
         model = self.model()
         calls: list[str] = []
         model.register_forward_hook(lambda *args: calls.append("model"))
@@ -83,11 +86,12 @@ class ConversionClaims(RecipeHooks):
             self.gradients(model, self.batch(model))
             conversion.route([True] * len(conversion.units))
             self.gradients(model, self.batch(model))
+            self.evaluate(model)
         model.zero_grad()
         changed = changes_since(before, model)
         assert not changed, f"undo left behind: {'; '.join(changed[:3])}"
         model(self.batch(model))
-        assert len(calls) == 3, "a hook of somebody else's is gone, or called more than once a forward"
+        assert len(calls) == 4, "a hook of somebody else's is gone, or called more than once a forward"
 
     def test_an_undone_model_trains_as_the_plain_one(self) -> None:
         """Nothing steers it any more."""
@@ -150,11 +154,11 @@ class ConversionClaims(RecipeHooks):
         raise AssertionError("an offer of no units was not refused with a ConfigError")
 
     def test_a_copy_of_a_converted_model_is_a_plain_model_that_trains(self) -> None:
-        """By deepcopy, by pickle and by torch.save; nothing steers it, and it shares no weight."""
+        """By deepcopy, pickle and torch.save; nothing steers it, it shares no weight, and the original goes on."""
         with self.pair() as pair:
-            pair.conversion.route([False] * len(pair.conversion.units))
             batch = self.batch(pair.plain)
-            self.gradients(pair.model, batch)
+            before = self._on_all_routes(pair)
+            pair.conversion.route([False] * len(pair.conversion.units))
             pair.model.zero_grad()
             expected = self.gradients(pair.plain, batch)
             own = {id(p) for p in pair.model.parameters()}
@@ -165,6 +169,8 @@ class ConversionClaims(RecipeHooks):
                 assert_same(
                     expected, self.gradients(other, batch), f"a copy by {how} does not train as the plain model"
                 )
+            for where, got in self._on_all_routes(pair).items():
+                assert_same(before[where], got, f"{where}, a converted model that was copied computes something else")
 
     def test_its_settings_are_json_and_build_the_recipe_again(self) -> None:
         """As they stand in a record."""
@@ -185,31 +191,13 @@ class ConversionClaims(RecipeHooks):
             state = conversion.state_dict()
             assert json.loads(json.dumps(state)) == state, f"state_dict() does not come back from JSON: {state}"
 
-    def test_costs_are_the_bytes_that_are_kept(self) -> None:
-        """One unit by itself, measured, a token."""
-        if not self.has_costs_of_saved_bytes:
-            skip("the recipe's costs are no measured bytes")
-        with self.pair() as pair:
-            for active in (False, True):
-                pair.conversion.route([active] * len(pair.conversion.units))
-                for i, (unit, cost) in enumerate(zip(pair.conversion.units, pair.conversion.costs, strict=True)):
-                    layers = [pair.layers[n] for n, unit_of in pair.unit_of.items() if unit_of == i]
-                    # What a forward keeps once, however many tokens there are, is no cost of a token.
-                    few, many = self.token_multiple, 3 * self.token_multiple
-                    kept = [self._bytes_kept(pair.model, layers, tokens) for tokens in (few, many)]
-                    measured = (kept[1] - kept[0]) / (many - few)
-                    said = cost.high_saved_bytes if active else cost.low_saved_bytes
-                    assert measured == said, (
-                        f"{unit.name} keeps {measured:g} bytes a token on the {'recovery' if active else 'low-cost'} "
-                        f"path, and is said to keep {said:g}"
-                    )
-
-    def _bytes_kept(self, model: nn.Module, layers: list[nn.Module], tokens: int) -> int:
-        inputs = [self.operands_alone(layer, tokens).input.requires_grad_() for layer in layers]
-        with measure_saved_bytes(model, ()) as counts:
-            outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-        del outputs
-        return counts.model
+    def _on_all_routes(self, pair: ConvertedPair) -> dict[str, dict[str, Tensor]]:
+        found = {}
+        for where, active in pair.routes().items():
+            pair.conversion.begin_step(1)
+            pair.conversion.route(active)
+            found[where] = self.gradients(pair.model, self.batch(pair.model))
+        return found
 
 
 def _identities(model: nn.Module) -> list[tuple[str, int]]:

@@ -105,14 +105,16 @@ def replay(
     hooks += [module.register_forward_hook(take(name)) for name, module in layers.items()]
     with _hooks(hooks):
         forward()
-    torch.autograd.backward([outputs[n] for n in layers], [operands[n].output_gradient for n in layers])
+    gradients = [operands[n].output_gradient.to(outputs[n].dtype) for n in layers]
+    torch.autograd.backward([outputs[n] for n in layers], gradients)
     return {n: _layer_run(m, outputs[n].detach(), inputs[n].grad) for n, m in layers.items()}
 
 
 def run_alone(layer: nn.Module, given: Operands) -> LayerRun:
-    """One layer called by itself."""
+    """One layer called by itself, on operands of the strides that they are given in."""
     _forget_gradients([layer])
-    x = given.input.clone().requires_grad_()
+    # A copy of what is expanded would not be.
+    x = (given.input.detach() if 0 in given.input.stride() else given.input.clone()).requires_grad_()
     output = layer(x)
     output.backward(given.output_gradient.to(output.dtype))
     return _layer_run(layer, output.detach(), x.grad)

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-from torch import Tensor, nn
-
-from trimtab.testing.layer_runs import QUANTITIES, LayerRun, Operands, capture, difference, replay, same
-from trimtab.testing.recipe_hooks import ConvertedPair, RecipeHooks, assert_same, skip, subsets_that_part
+from trimtab.testing.layer_runs import QUANTITIES, capture, difference, replay, same
+from trimtab.testing.path_checks import PathChecks, Runs
+from trimtab.testing.recipe_hooks import assert_same, skip, subsets_that_part
 
 __all__ = ["PathClaims"]
 
 
-class PathClaims(RecipeHooks):
+class PathClaims(PathChecks):
     """The two paths of a unit, and which unit is on which."""
 
     def test_the_low_cost_path_changes_what_is_documented_and_nothing_else(self) -> None:
-        """Each layer on its own operands against the plain layer on the same."""
+        """Each layer on its own operands against the plain layer on the same, in a first step and in a later one."""
         with self.pair() as pair:
-            self._assert_low_is_as_documented(pair, None)
+            operands = self.operands(pair)
+            plain = replay(pair.plain_layers, operands, self.forward(pair.plain))
+            for step in (1, 3):
+                for name, got in self._run(pair, operands, step=step).items():
+                    where = f" of {name}, step {step},"
+                    self._assert_low(pair.plain_layers[name], operands[name], plain[name], got, where)
 
     def test_the_recovery_path_computes_what_the_plain_layers_do(self) -> None:
-        """Exactly, or to the rounding that the recipe states."""
+        """Exactly, or to the rounding that the recipe states; in any step, micro-batch and mode."""
         with self.pair() as pair:
-            self._assert_high_is_plain(pair, None)
+            operands = self.operands(pair)
+            pair.conversion.route([True] * len(pair.conversion.units))
+            for step, micro_batches, training in ((1, 1, True), (3, 2, True), (1, 1, False)):
+                pair.plain.train(training)
+                pair.model.train(training)
+                expected = replay(pair.plain_layers, operands, self.forward(pair.plain))
+                got = self._run(pair, operands, step=step, micro_batches=micro_batches)
+                mode = "" if training else ", in eval mode"
+                for name, run in got.items():
+                    where = f" of {name}, step {step}, micro-batch {micro_batches}{mode},"
+                    self._assert_high(pair.plain_layers[name], operands[name], expected[name], run, where)
 
     def test_the_recovery_path_of_all_units_trains_as_the_plain_model(self) -> None:
         """Loss and gradients of the whole model, where the recovery path is exact."""
@@ -85,108 +96,6 @@ class PathClaims(RecipeHooks):
                             f"{where}: the {quantity} of {name} is not what the layer gives alone; "
                             f"{difference(one, other)}"
                         )
-
-    def test_any_number_of_tokens_is_taken(self) -> None:
-        """Ragged ones, and one."""
-        counts = (1, 3, 7) if self.token_multiple == 1 else (self.token_multiple, 3 * self.token_multiple)
-        with self.pair() as pair:
-            for tokens in counts:
-                self._assert_low_is_as_documented(pair, tokens)
-                self._assert_high_is_plain(pair, tokens)
-
-    def test_odd_feature_sizes_are_taken(self) -> None:
-        """Neither a multiple of a tile, nor of what fills a byte."""
-        if not self.odd_features:
-            skip("the recipe takes no odd feature sizes")
-        with self.pair(self.odd_model()) as pair:
-            self._assert_low_is_as_documented(pair, None)
-            self._assert_high_is_plain(pair, None)
-
-    def _run(self, pair: ConvertedPair, operands: Mapping[str, Operands], tokens: int | None = None) -> Runs:
-        pair.conversion.begin_step(1)
-        return replay(pair.layers, operands, self.forward(pair.model, tokens))
-
-    def _on_each_path(
-        self, pair: ConvertedPair, operands: Mapping[str, Operands], tokens: int | None = None
-    ) -> tuple[Runs, Runs]:
-        runs = []
-        for active in (False, True):
-            pair.conversion.route([active] * len(pair.conversion.units))
-            runs.append(self._run(pair, operands, tokens))
-        return runs[0], runs[1]
-
-    def _assert_low_is_as_documented(self, pair: ConvertedPair, tokens: int | None) -> None:
-        operands = self.operands(pair, tokens)
-        plain = replay(pair.plain_layers, operands, self.forward(pair.plain, tokens))
-        low, _ = self._on_each_path(pair, operands, tokens)
-        for name, expected in plain.items():
-            for quantity in QUANTITIES:
-                one, other = getattr(expected, quantity), getattr(low[name], quantity)
-                is_same = same(one, other)
-                where = f"on the low-cost path the {quantity} of {name}"
-                if quantity in self.documented_changes:
-                    assert one is None or not is_same, (
-                        f"{where} is documented to change, and is that of the plain layer"
-                    )
-                    _assert_same_kind(one, other, where)
-                else:
-                    assert is_same, f"{where} is not documented to change, and does: {difference(one, other)}"
-
-    def _assert_high_is_plain(self, pair: ConvertedPair, tokens: int | None) -> None:
-        operands = self.operands(pair, tokens)
-        plain = replay(pair.plain_layers, operands, self.forward(pair.plain, tokens))
-        _, high = self._on_each_path(pair, operands, tokens)
-        for name, expected in plain.items():
-            bounds = {} if self.high_is_exact else self._bounds(pair.plain_layers[name], operands[name])
-            for quantity in QUANTITIES:
-                one, other = getattr(expected, quantity), getattr(high[name], quantity)
-                where = f"on the recovery path the {quantity} of {name}"
-                if self.high_is_exact or quantity not in self.documented_changes or one is None or other is None:
-                    assert same(one, other), f"{where} is not that of the plain layer: {difference(one, other)}"
-                    continue
-                _assert_same_kind(one, other, where)
-                within = (one - other).abs() <= bounds[quantity]
-                assert bool(within.all()), (
-                    f"{where} is further from that of the plain layer than high_rtol={self.high_rtol} of |A| |B|: "
-                    f"{difference(one, other)}"
-                )
-
-    def _bounds(self, layer: nn.Module, given: Operands) -> dict[str, Tensor]:
-        """How far each quantity may be from the plain layer's: ``high_rtol`` times the product of the magnitudes."""
-        is_linear = isinstance(layer, nn.Linear)
-        weight: Tensor = layer.weight.detach()  # type: ignore[operator,union-attr,assignment]
-        x, gradient, weight = map(
-            self._magnitude, (given.input, given.output_gradient, weight if is_linear else weight.t())
-        )
-        bias = getattr(layer, "bias", None)
-        flat_x, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        by_weight = flat.t() @ flat_x
-        bounds = {
-            "output": x @ weight.t() + (0 if bias is None else bias.detach().abs()),
-            "input_gradient": gradient @ weight,
-            "weight_gradient": by_weight if is_linear else by_weight.t(),
-            "bias_gradient": flat.sum(0),
-        }
-        return {name: self.high_rtol * bound for name, bound in bounds.items()}
-
-    def _magnitude(self, operand: Tensor) -> Tensor:
-        """What an operand's rounding errors are relative to."""
-        size = operand.abs()
-        return size if self.high_rtol_of == "entry" else size.amax(-1, keepdim=True).expand_as(size)
-
-
-Runs = dict[str, LayerRun]
-
-
-def _assert_same_kind(one: Tensor | None, other: Tensor | None, where: str) -> None:
-    """Assert that a result that may differ has the shape and dtype that it had, and is finite."""
-    if one is None:
-        return
-    assert other is not None, f"{where} is missing"
-    assert (one.shape, one.dtype) == (other.shape, other.dtype), (
-        f"{where} is not of the kind that it was: {difference(one, other)}"
-    )
-    assert bool(torch.isfinite(other).all()), f"{where} is not finite"
 
 
 def _assert_same_runs(expected: Runs, got: Runs, where: str) -> None:

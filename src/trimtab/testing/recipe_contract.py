@@ -5,6 +5,8 @@ from __future__ import annotations
 from trimtab.testing.bad_input_claims import BadInputClaims
 from trimtab.testing.compile_claims import CompileClaims
 from trimtab.testing.conversion_claims import ConversionClaims
+from trimtab.testing.cost_claims import CostClaims
+from trimtab.testing.operand_claims import OperandClaims
 from trimtab.testing.path_claims import PathClaims
 from trimtab.testing.quantizer_claims import QuantizerClaims
 from trimtab.testing.resume_claims import ResumeClaims
@@ -14,7 +16,15 @@ __all__ = ["RecipeContract"]
 
 
 class RecipeContract(
-    PathClaims, ConversionClaims, StepClaims, BadInputClaims, ResumeClaims, QuantizerClaims, CompileClaims
+    PathClaims,
+    OperandClaims,
+    ConversionClaims,
+    CostClaims,
+    StepClaims,
+    BadInputClaims,
+    ResumeClaims,
+    QuantizerClaims,
+    CompileClaims,
 ):
     """The claims that a recipe of ``trimtab.precision`` must meet, as tests that a subclass inherits.
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.precision import Conversion, Recipe, Unit, find_units, operators_of
 from trimtab.testing.layer_runs import Operands, capture, difference, same
 from trimtab.testing.models import VOCABULARY, adapted_tiny_model, nothing_to_convert, tiny_model
+from trimtab.testing.operand_rounding import OperandRounding
+from trimtab.testing.snapshots import switches
 
 __all__ = ["ConvertedPair", "RecipeHooks", "assert_same", "skip", "subsets_that_part"]
 
@@ -64,10 +66,17 @@ class RecipeHooks:
             Derive it beside the value, from the rounding of the operands.
         high_rtol_of: What an operand's error is relative to, and so what ``|A|`` stands for: its own "entry", as in a
             floating format, or the largest one of its "row" (token, or output of a weight), as in an integer format.
+        low_rounding: How far the low-cost path rounds each operand, by "input", "weight" and "output_gradient"; what is
+            left out is not rounded. What ``documented_changes`` names is then held to what that can move it by. Derive
+            it beside the value, from the format. None holds it to be finite and another: a wrong factor passes.
         is_stochastic: Whether a layer's noise depends on which other layers run on its path.
         odd_features: Whether feature sizes may be odd.
         has_costs_of_saved_bytes: Whether the saved bytes of a ``PathCost`` are what is kept, byte for byte.
-        evaluates_as_plain: Whether an evaluation without gradients runs the plain layers.
+        why_no_costs_of_saved_bytes: The reason where they are not.
+        has_costs_of_flops: Whether the flops of a ``PathCost`` are those of the plain layer's products.
+        why_no_costs_of_flops: The reason where they are not.
+        evaluates_as_plain: Whether an evaluation without gradients runs the plain layers. Units on the recovery path,
+            where that is exact, do so in any case.
         observes_quantizers: Whether the conversion, as configured here, has quantizers to observe.
         rebuilds_from_dict: Whether ``type(recipe)(**settings)`` is the recipe again, ``settings`` being ``to_dict()``
             without its name.
@@ -81,9 +90,13 @@ class RecipeHooks:
     high_is_exact: bool = True
     high_rtol: float = 0.0
     high_rtol_of: Literal["entry", "row"] = "entry"
+    low_rounding: Mapping[str, OperandRounding] | None = None
     is_stochastic: bool = False
     odd_features: bool = True
     has_costs_of_saved_bytes: bool = True
+    why_no_costs_of_saved_bytes: str = ""
+    has_costs_of_flops: bool = True
+    why_no_costs_of_flops: str = ""
     evaluates_as_plain: bool = True
     observes_quantizers: bool = True
     rebuilds_from_dict: bool = True
@@ -157,7 +170,11 @@ class RecipeHooks:
 
     @contextmanager
     def converted(self, model: nn.Module) -> Iterator[Conversion]:
-        """``model``, converted in place for as long as the block runs."""
+        """``model``, converted in place for as long as the block runs.
+
+        What is switched for the whole process is looked at in each claim: a later one would take it for how it was.
+        """
+        before = switches()
         recipe = self.recipe()
         conversion = recipe.convert(model, self.find_units(model, recipe))
         conversion.begin_step(1)
@@ -165,6 +182,9 @@ class RecipeHooks:
             yield conversion
         finally:
             conversion.undo()
+        after = switches()
+        left = [name for name in before if before[name] != after[name]]
+        assert not left, f"undo left another {', '.join(left)} than it found"
 
     @contextmanager
     def pair(self, model: nn.Module | None = None) -> Iterator[ConvertedPair]:
@@ -193,6 +213,15 @@ class RecipeHooks:
             losses.append(loss.detach())
         found = {"the loss": torch.stack(losses).sum()}
         return found | {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def evaluate(self, model: nn.Module) -> Tensor:
+        """The output of an evaluation without gradients; the model's mode is then as it was."""
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            output: Tensor = model(self.batch(model))
+        model.train(training)
+        return output
 
     def operands(self, pair: ConvertedPair, tokens: int | None = None) -> dict[str, Operands]:
         """What each layer of the plain model is given in a usual forward, and a random gradient of its output.

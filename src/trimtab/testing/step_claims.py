@@ -15,6 +15,9 @@ from trimtab.testing.recipe_hooks import RecipeHooks, assert_same, skip
 
 __all__ = ["StepClaims"]
 
+_SEEDS = (1_932_871_043, 3_107_556_201)
+"""Of the streams, where a claim about them begins; numbers that are no step, seed or constant of a recipe."""
+
 
 class StepClaims(RecipeHooks):
     """Routes, random streams, checkpointing, autocast, accumulation and evaluation."""
@@ -112,23 +115,23 @@ class StepClaims(RecipeHooks):
                 assert_same({n: one[n] + other[n] for n in one}, got, f"accumulation, {where}")
 
     def test_random_streams_are_left_where_the_plain_model_leaves_them(self) -> None:
-        """Those of torch, NumPy and Python, through conversion, forward and backward."""
-        plain, model = self.model(), self.model()
-        batch = self.batch(plain)
+        """Those of torch, NumPy and Python, through conversion, forward, backward and evaluation on each path.
+
+        Begun at two states that no recipe would set: one that seeds the streams leaves them elsewhere from one of them.
+        """
         start = _random_states()
-        self.gradients(plain, batch)
-        expected = _random_states()
-        _set_random_states(start)
         try:
-            with self.converted(model) as conversion:
-                self.gradients(model, batch)
-                conversion.route([True] * len(conversion.units))
-                between = _random_states()
-                _set_random_states(start)
-                self.gradients(model, batch)
-            for where, states in (("low-cost", between), ("recovery", _random_states())):
-                moved = [name for name in expected if not _is_state(expected[name], states[name])]
-                assert not moved, f"the {where} path has drawn from the global random numbers of {', '.join(moved)}"
+            for seed in _SEEDS:
+                expected = self._random_states_after(self.model(), seed)
+                model = self.model()
+                _set_random_states(_states_of(seed))
+                with self.converted(model) as conversion:
+                    _assert_states(_states_of(seed), _random_states(), "the conversion")
+                    for path, active in (("low-cost", False), ("recovery", True)):
+                        conversion.route([active] * len(conversion.units))
+                        got = self._random_states_after(model, seed)
+                        for where, states in got.items():
+                            _assert_states(expected[where], states, f"{where} on the {path} path")
         finally:
             _set_random_states(start)
 
@@ -145,14 +148,19 @@ class StepClaims(RecipeHooks):
                 )
 
     def test_evaluation_runs_the_plain_model(self) -> None:
-        """Without gradients nothing is kept for them, so there is nothing to save on."""
-        if not self.evaluates_as_plain:
-            skip("the recipe's low-cost path is also that of evaluation")
+        """Without gradients nothing is kept for them, so there is nothing to save on.
+
+        Where the low-cost path is also that of evaluation, units on the recovery path run it nevertheless.
+        """
+        if not self.evaluates_as_plain and not self.high_is_exact:
+            skip("the recipe evaluates on both paths, and neither is the plain layer")
         with self.pair() as pair:
             batch = self.batch(pair.plain)
             pair.plain.eval()
             pair.model.eval()
             for where, active in pair.routes().items():
+                if not self.evaluates_as_plain and not all(active):
+                    continue
                 pair.conversion.route(active)
                 for context in (torch.no_grad, torch.inference_mode):
                     with context():
@@ -180,6 +188,14 @@ class StepClaims(RecipeHooks):
                             {"the output": got.detach()},
                             f"{'training' if training else 'eval'}, {context.__name__}, {where}",
                         )
+
+    def _random_states_after(self, model: nn.Module, seed: int) -> dict[str, dict[str, Any]]:
+        """Where the streams are after each part of a run that begins where ``seed`` puts them."""
+        _set_random_states(_states_of(seed))
+        self.gradients(model, self.batch(model))
+        trained = _random_states()
+        self.evaluate(model)
+        return {"a forward and backward": trained, "an evaluation": _random_states()}
 
     def _dtypes_under_autocast(self, model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -214,12 +230,29 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
+def _states_of(seed: int) -> dict[str, Any]:
+    """The states that the streams have right after they are seeded."""
+    states = _random_states()
+    states["torch"] = torch.Generator().manual_seed(seed).get_state()
+    states["NumPy"] = np.random.RandomState(seed).get_state()
+    states["Python"] = random.Random(seed).getstate()
+    return states
+
+
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["NumPy"])  # noqa: NPY002
     random.setstate(states["Python"])
     if "torch.cuda" in states:
         torch.cuda.set_rng_state(states["torch.cuda"])
+
+
+def _assert_states(expected: dict[str, Any], got: dict[str, Any], what: str) -> None:
+    moved = [name for name in expected if not _is_state(expected[name], got[name])]
+    assert not moved, (
+        f"{what} has drawn from the global random numbers of {', '.join(moved)}, or has set their state. Use a "
+        "generator of your own"
+    )
 
 
 def _is_state(one: Any, other: Any) -> bool:
