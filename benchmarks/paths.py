@@ -16,21 +16,24 @@ from torch import Tensor, nn
 import trimtab
 from trimtab.formats import fake_quantize, fake_quantize_with_stats, get, per_tile
 from trimtab.precision import QuantizedGemm, SavedActivations
-from trimtab.precision.quantizer_stats import MOST_TOKENS
+from trimtab.precision.quantizer_stats import most_tokens_of
+from trimtab.precision.stored_copy import encode, encode_with_stats
 
 REPEATS = 15
 TOKENS, INPUTS, OUTPUTS = 1024, 1024, 1024
 NUM_LAYERS = 32
 
 
-def seconds(*acts: Callable[[], object]) -> list[float]:
+def seconds(
+    *acts: Callable[[], object], clock: Callable[[], float] = time.perf_counter, repeats: int = REPEATS
+) -> list[float]:
     """The fastest run of each, taking turns, so that the machine's other work slows all alike."""
     best = [float("inf")] * len(acts)
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for i, act in enumerate(acts):
-            start = time.perf_counter()
+            start = clock()
             act()
-            best[i] = min(best[i], time.perf_counter() - start)
+            best[i] = min(best[i], clock() - start)
     return best
 
 
@@ -73,26 +76,41 @@ def run(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], object]:
     return lambda: model(x).backward(grad)
 
 
+def quantizers(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """Each kind of quantizer of ``x``, without and with its statistics."""
+    most, tiles = most_tokens_of(x), per_tile()
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        name: (partial(encode, x, bits), partial(encode_with_stats, x, bits, most_tokens=most))
+        for name, bits in (("saved activations 4", 4), ("int8 base", 8))
+    }
+    for name, kind in (("e3m2", "float32"), ("e3m2", "e8m0"), ("e2m1", "float32")):
+        args = (x, get(name), tiles, kind)
+        pairs[f"{name} {kind}"] = (
+            partial(fake_quantize, *args),
+            partial(fake_quantize_with_stats, *args, most_tokens=most),
+        )
+    return pairs
+
+
 def quantizer_statistics() -> None:
-    print("What the statistics of a quantizer add to it, as a share of its own time")
+    print(f"What the statistics of a quantizer add to it, as a share of its own time on the CPU, {INPUTS} channels")
     for dtype in (torch.float32, torch.bfloat16):
-        shares = []
-        for tokens in (1024, 4096):
-            x, fmt, tiles = torch.randn(tokens, INPUTS, dtype=dtype), get("e3m2"), per_tile()
-            plain, observed = seconds(
-                partial(fake_quantize, x, fmt, tiles),
-                partial(fake_quantize_with_stats, x, fmt, tiles, most_tokens=MOST_TOKENS),
+        for tokens in (512, 2048, 8192):
+            pairs = quantizers(torch.randn(tokens, INPUTS, dtype=dtype))
+            # The thread's own time: what else runs on the machine does not count.
+            times = seconds(*(act for pair in pairs.values() for act in pair), clock=time.thread_time, repeats=40)
+            shares = (
+                f"{name} {observed / plain - 1:.2f}"
+                for name, plain, observed in zip(pairs, times[::2], times[1::2], strict=True)
             )
-            shares.append(f"{tokens} tokens {observed / plain - 1:.2f}")
-        model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
+            print(f"  {str(dtype)[6:]}, {tokens} tokens: {', '.join(shares)}")
         x = torch.randn(TOKENS, INPUTS, dtype=dtype, requires_grad=True)
         grad = torch.randn(TOKENS, OUTPUTS, dtype=dtype)
-        watched = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype))
+        model, watched = (nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype)) for _ in range(2))
         trimtab.attach(model, QuantizedGemm(), units=["0"])
         trimtab.attach(watched, QuantizedGemm(), units=["0"], quantizer_stats=True)
-        plain, observed = seconds(run(model, x, grad), run(watched, x, grad))
-        told = f"; of a whole layer, forward and backward, {observed / plain - 1:.2f}"
-        print(f"  {str(dtype)[6:]}: {', '.join(shares)}{told}")
+        plain, observed = seconds(run(model, x, grad), run(watched, x, grad), clock=time.thread_time)
+        print(f"  {str(dtype)[6:]}, {TOKENS} tokens: a whole layer, forward and backward, {observed / plain - 1:.2f}")
 
 
 def switching() -> None:

@@ -160,17 +160,26 @@ def test_the_channel_error_of_the_corrupted_unit_is_that_of_the_copy_as_it_reads
     """Of layers that share the copy too; and a unit on the recovery path is judged by what the low-width copy is."""
     policy = trimtab.Policy(alpha=1.0, beta=1.0, max_active=1, error_limit=100.0)
     with trimtab.attach(model, SavedActivations(rounding=rounding), policy=policy) as guard:
-        clean = errors_of(guard, model)
-        guard.inject(StoredCopyFaults([burst(start_step=1)]))
-        faulty = errors_of(guard, model)
-        guard.route(["0.q"])
-        recovered = errors_of(guard, model)
+        conversion = guard.conversion
+
+        def errors(channels, route):
+            conversion.begin_step(1)  # the same noise each time
+            if channels:
+                conversion.corrupt(0, channels, 50.0)
+            guard.route(route)
+            return errors_of(guard, model)
+
+        channels = burst().channels(8)
+        clean, faulty = errors([], []), errors(channels, [])
+        recovered = errors(channels, ["0.q"])
+        all_recovered = errors([], list(guard.units))
     assert max(clean.values()) < 1
+    assert clean == all_recovered
     assert faulty["0.q"] == recovered["0.q"]
     # Three of eight channels are 50 times too large: 3/8 * 49 and what rounding adds or takes.
     assert faulty["0.q"] == pytest.approx(3 / 8 * 49, rel=0.1)
-    if rounding == "nearest":  # otherwise each micro-batch has noise of its own
-        assert [faulty[u] for u in ("0.k", "0.o")] == [clean[u] for u in ("0.k", "0.o")]
+    assert [faulty[u] for u in ("0.k", "0.o")] == [clean[u] for u in ("0.k", "0.o")]
+    if rounding == "nearest":  # otherwise "0.k" stores a copy of its own, with its own noise, where "0.q" stores none
         assert [recovered[u] for u in ("0.k", "0.o")] == [clean[u] for u in ("0.k", "0.o")]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trimtab.formats import (
+    channel_error,
     fake_quantize,
     fake_quantize_with_stats,
     get,
@@ -15,6 +16,7 @@ from trimtab.formats import (
     per_token,
     quantize,
 )
+from trimtab.precision.stored_copy import encode_with_stats
 
 
 def some_tensor(*shape, seed=0):
@@ -51,9 +53,13 @@ def test_statistics_count_what_happened(fmt, kind):
 
 
 def test_statistics_of_nothing_of_zeros_and_of_what_is_not_finite():
-    for x in (torch.zeros(0, 4), torch.zeros(3, 4)):
-        _, stats = fake_quantize_with_stats(x, get("e2m1"), per_token())
-        assert (stats.amax, stats.flushed_share, stats.saturated_share) == (0, 0, 0)
+    for shape in ((0, 4), (3, 4), (4, 0), (2, 0, 3), (2, 3, 0), (0, 0), (0,)):
+        x = torch.zeros(shape)
+        found = [encode_with_stats(x, 4)[2]]
+        found += [fake_quantize_with_stats(x, get("e2m1"), per_token(), kind)[1] for kind in ("float32", "e8m0")]
+        for stats in found:
+            assert (stats.amax, stats.flushed_share, stats.saturated_share, stats.channel_error) == (0, 0, 0, 0)
+        assert channel_error(x, x) == 0
     _, stats = fake_quantize_with_stats(torch.tensor([[1.0, math.inf], [1.0, 2.0]]), get("e2m1"), per_token())
     assert stats.amax == math.inf
     assert stats.saturated_share == 0
@@ -66,6 +72,26 @@ def test_statistics_and_values_are_computed_without_reading_a_number_back():
     values, stats = fake_quantize_with_stats(x, get("e3m2"), per_block(), "e8m0", torch.empty_like(x))
     assert values.shape == x.shape
     assert stats.flushed_share.shape == stats.amax.shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_channel_error_is_that_of_its_definition_at_every_magnitude(dtype):
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(50, 7, generator=generator, dtype=torch.float64).to(dtype)
+    base[:, 3] = 0
+    base[:, 5] *= 1e-25  # its squares are below what float32 holds
+    for factor in (1e-36, 1e-10, 1.0, 1e10, 1e37):
+        x = base * factor
+        q = fake_quantize(x, get("e2m1"), per_group(7))
+        exact, rounded = x.double(), q.double()
+        error = (exact - rounded).norm(dim=0) / exact.norm(dim=0)
+        expected = error[~error.isnan()].mean()
+        assert channel_error(x, q).item() == pytest.approx(expected.item(), rel=1e-5), factor
+        assert channel_error(x, x) == 0
+        stats = fake_quantize_with_stats(x, get("e2m1"), per_group(7))[1]
+        assert stats.channel_error.item() == pytest.approx(expected.item(), rel=1e-5)
+        flushed = ((q == 0) & (x != 0)).sum() / (x != 0).sum()
+        assert stats.flushed_share.item() == pytest.approx(flushed.item())
 
 
 @pytest.mark.parametrize("kind", ["float32", "e8m0"])

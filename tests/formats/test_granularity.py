@@ -45,7 +45,8 @@ def test_what_fits_is_a_view():
         assert granularity.split(x).data_ptr() == x.data_ptr()
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(0, 1), (1, 0), (-1, None), (None, 4)])
+@pytest.mark.parametrize(("rows", "columns"), [(0, 1), (1, 0), (-1, None), (None, 4), (1, 1.5), (1, "a"), (True, 4)])
 def test_a_block_that_cannot_be_is_refused(rows, columns):
     with pytest.raises(ConfigError):
         Granularity(rows=rows, columns=columns)
+    assert Granularity(rows=np.int64(1), columns=np.int32(4)).scale_shape((2, 8)) == (2, 2)

@@ -99,3 +99,10 @@ def test_a_width_without_a_layout_is_refused(bits):
     for act in (lambda: pack(np.zeros(4, dtype=np.int8), bits), lambda: unpack(np.zeros(4, dtype=np.int8), bits, 4)):
         with pytest.raises(ConfigError, match="packed in 2, 4, 6 or 8 bits"):
             act()
+
+
+@pytest.mark.parametrize("codes", [3, np.int8(3), np.zeros((), dtype=np.int8), [1, 2]])
+def test_what_has_no_last_axis_is_refused(codes):
+    for act, setting in ((lambda: pack(codes, 4), "codes"), (lambda: unpack(codes, 4, 1), "packed")):
+        with pytest.raises(ConfigError, match=f"^{setting}=.*packed along the last axis of an array"):
+            act()

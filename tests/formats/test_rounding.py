@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import ConfigError
-from trimtab.formats import FORMATS, get, rounding, torch_rounding
+from trimtab.formats import (
+    FORMATS,
+    fake_quantize,
+    fake_quantize_with_stats,
+    get,
+    per_token,
+    quantize,
+    rounding,
+    torch_rounding,
+)
 from trimtab.formats.scalar import round_scalar
 
 WAYS = {"generic": rounding.round_values, "fast": torch_rounding.round_values}
@@ -124,6 +133,28 @@ def test_noise_of_another_shape_is_refused(fmt, library):
 def test_a_dtype_that_would_be_rounded_twice_or_not_at_all_is_refused(array):
     with pytest.raises(ConfigError, match="a number format rounds float16, bfloat16, float32, float64"):
         get("e4m3").round(array)
+
+
+@pytest.mark.parametrize("thing", [[0.5, 2.5], 1.5, None, "1.5"])
+def test_what_is_no_array_is_refused(thing):
+    fmt = get("e4m3")
+    acts = (fmt.round, fmt.encode, fmt.decode, lambda x: quantize(x, fmt, per_token()))
+    for act in (*acts, lambda x: fake_quantize(x, fmt, per_token())):
+        with pytest.raises(ConfigError, match=r"^array=.*an array of NumPy, torch or another array-API library"):
+            act(thing)
+    with pytest.raises(ConfigError, match=r"noise\.shape=None"):
+        fmt.round(np.zeros(2), noise=[0.5, 0.5])
+    with pytest.raises(ConfigError, match="statistics are taken of torch tensors"):
+        fake_quantize_with_stats(thing, fmt, per_token())
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_another_byte_order_is_refused_by_that_name(dtype):
+    foreign = np.zeros((2, 3), dtype=np.dtype(dtype).newbyteorder())
+    for act in (get("e4m3").round, lambda x: quantize(x, get("int4"), per_token())):
+        with pytest.raises(ConfigError, match="in the machine's native byte order"):
+            act(foreign)
+        act(foreign.astype(foreign.dtype.newbyteorder("=")))
 
 
 def test_arrays_of_another_device_stay_there(fmt):

@@ -94,3 +94,9 @@ def test_an_unknown_format_is_refused_with_the_nearest_name():
         get("int5")
     assert str(caught.value).startswith("format='int5': the formats are int2, int4, int8, e2m1,")
     assert caught.value.remedy.startswith("Use 'int")
+
+
+@pytest.mark.parametrize("name", [None, [1], 4, ("e4m3",)])
+def test_what_is_no_name_is_refused_as_a_format(name):
+    with pytest.raises(ConfigError, match=r"^format=.*: the formats are int2, .* Use '"):
+        get(name)

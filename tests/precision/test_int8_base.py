@@ -7,6 +7,7 @@ import copy
 import gc
 import importlib.util
 import io
+import math
 import pickle
 import random
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import trimtab
@@ -36,7 +38,7 @@ from trimtab.precision.bitsandbytes_linear import BitsandbytesLinear
 from trimtab.precision.int8_base import Int8Base, runs_int_mm
 from trimtab.precision.recipe import why_unobserved
 from trimtab.precision.torchao_int8 import TorchaoInt8Base
-from trimtab.precision.weight_copies import WeightCopies
+from trimtab.precision.weight_copies import WeightCopies, _Kept
 
 pytestmark = [
     # transformers, about a name of its own that peft still uses
@@ -583,6 +585,70 @@ def test_a_change_through_data_is_noticed_in_the_next_step():
     assert [counted.made(), counted.made()] == [1, 0]
     counted.copies.begin_step()
     assert counted.made() == 0
+
+
+class Comparisons(TorchDispatchMode):
+    """Counts what compares entries, and what reads a number on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("equal", "_local_scalar_dense", "is_nonzero", "nonzero", "ne", "eq"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_weights_of_all_layers_are_compared_once_a_step_together():
+    model = nn.Sequential(*(nn.Linear(size, size) for size in (3, 16, 16, 16, 16))).requires_grad_(False)
+    layers, made = list(model), []
+    copies = WeightCopies(model, lambda layer: made.append(layer) or layer.weight.clone())
+    for layer in layers:
+        copies.get(layer)
+    for step in range(3):
+        copies.begin_step()
+        layers[step].weight.data += 1
+        made.clear()
+        with Comparisons() as seen:
+            for _ in range(4):  # micro-batches
+                for layer in layers:
+                    assert copies.get(layer).shape == layer.weight.shape
+        assert made == [layers[step]]
+        assert seen.names == ["ne"]
+
+
+@every_recipe
+def test_a_forward_asks_for_no_number_of_each_layer(recipe, tiny_llama):
+    model = adapted(tiny_llama)
+    conversion = convert(model, recipe)
+    model(**batch())
+    plain = [name for name in forward_alone(model) if name != "ne"]
+    conversion.begin_step(2)
+    with Comparisons() as seen:
+        model(**batch())
+    assert "equal" not in seen.names
+    # Those of the model itself, which are there without a step too.
+    assert [name for name in seen.names if name != "ne"] == plain
+    conversion.undo()
+
+
+def forward_alone(model):
+    with Comparisons() as seen:
+        model(**batch())
+    return seen.names
+
+
+@pytest.mark.parametrize("shape", [(192, 77), (64, 4096), (1, 5), (3072, 9)])
+def test_entries_that_are_compared_keep_to_no_row_and_no_column(shape):
+    weight = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    entries = _Kept(weight, [], None).sample.long()
+    assert len(entries) == 64
+    for axis, numbers in enumerate((entries // shape[1], entries % shape[1])):
+        # Half of what as many random draws would meet at least.
+        assert len(set(numbers.tolist())) >= 0.5 * shape[axis] * (1 - (1 - 1 / shape[axis]) ** 64)
+    assert len(_Kept(torch.zeros(0, 4), [], None).sample) == 0
 
 
 @every_recipe

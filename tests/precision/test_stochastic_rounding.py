@@ -117,3 +117,50 @@ def test_rounding_to_nearest_takes_no_seed_into_account(convert, model):
         conversion.undo()
     assert all(torch.equal(grads[0], g) for g in grads[1:])
     assert SavedActivations().rounding == "nearest"
+
+
+class ReadTogether(nn.Module):
+    """Three layers that read one tensor, and so keep one copy of it in each width."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) + self.k(x) + self.v(x)
+
+
+def errors_of(conversion, model, active):
+    """The channel error of each unit in two micro-batches of the first step."""
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(9), requires_grad=True)
+    conversion.begin_step(1)
+    conversion.route(active)
+    found = []
+    for _ in range(2):
+        model(x).sum().backward()
+        found.append(conversion.take_quantizer_stats()[:, 0])
+    return torch.stack(found, 1)
+
+
+def test_a_unit_on_the_recovery_path_is_judged_with_the_noise_that_its_low_width_copy_would_have(convert):
+    torch.manual_seed(0)
+    model = ReadTogether()
+    conversion = convert(model, rounding="stochastic")
+    conversion.observe_quantizers(shadow=True)
+    low = errors_of(conversion, model, [False] * 3)
+    assert low[0, 0] != low[0, 1]  # each micro-batch has noise of its own
+    assert (low == low[0]).all()  # and the three have one copy
+    # All on the recovery path, or only those that would read the copy that the first has made.
+    for active in ([True] * 3, [False, True, True], [False, False, True]):
+        assert torch.equal(errors_of(conversion, model, active), low)
+    # Where the first makes none, the second makes the copy, with noise of its own; the third would read that.
+    without = errors_of(conversion, model, [True, False, True])
+    assert torch.equal(without[0], low[0])
+    assert not torch.equal(without[1], low[1])
+    assert torch.equal(without[2], without[1])
+    # What to nearest errs by is less: two thirds, as the mean squares 1/12 and 1/6 of a step say.
+    conversion.undo()
+    conversion = convert(model)
+    conversion.observe_quantizers(shadow=True)
+    nearest = errors_of(conversion, model, [True] * 3)
+    assert 0.6 < (nearest / low).mean() < 0.8

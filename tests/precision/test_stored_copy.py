@@ -29,7 +29,8 @@ def truth_of_row(row, bits, noise=None):
     codes, values = [], []
     for i, v in enumerate(row):
         ratio = v if scale == 0 else np.float32(v / scale)
-        code = round(float(ratio)) if noise is None else math.floor(np.float32(ratio + np.float32(noise[i])))
+        whole = math.floor(ratio)
+        code = round(float(ratio)) if noise is None else whole + (noise[i] >= 1 - (float(ratio) - whole))
         codes.append(max(-limit, min(limit, code)))
         values.append(np.float32(codes[-1]) * scale)
     return codes, scale, values
@@ -163,6 +164,14 @@ def test_stochastic_rounding_is_unbiased(bits):
     inner = sigma > 0
     pooled = ((total / num_draws - x.double())[inner] / sigma[inner]).sum() / math.sqrt(int(inner.sum()))
     assert abs(pooled) <= 3 + 0.1
+
+
+def test_noise_never_moves_a_code_that_is_whole():
+    codes = torch.arange(-127.0, 128.0)
+    for noise in (0.0, 0.5, 1 - 2.0**-24):
+        packed, scale = encode(codes[None], 8, torch.full((1, 255), noise))
+        assert scale == 1
+        assert packed[0].tolist() == codes.tolist()
 
 
 @widths

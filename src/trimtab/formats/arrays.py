@@ -11,12 +11,26 @@ from typing import Any
 import torch
 from array_api_compat import array_namespace, device
 
-__all__ = ["library_of", "padded"]
+from trimtab.errors import ConfigError
+
+__all__ = ["library_of", "namespace_of", "padded"]
+
+
+def namespace_of(array: Any) -> Any:
+    """The array-API namespace of ``array``.
+
+    Raises: ConfigError: when it is no array of a library that has one.
+    """
+    try:
+        return array_namespace(array)
+    except TypeError:
+        allowed = "it is an array of NumPy, torch or another array-API library."
+        raise ConfigError("array", array, allowed, "Convert it with numpy.asarray or torch.as_tensor.") from None
 
 
 def library_of(array: Any) -> Any:
     """The namespace whose functions take ``array``."""
-    return torch if isinstance(array, torch.Tensor) else array_namespace(array)
+    return torch if isinstance(array, torch.Tensor) else namespace_of(array)
 
 
 def padded(array: Any, axis: int, size: int) -> Any:

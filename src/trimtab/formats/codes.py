@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from array_api_compat import array_namespace, device
 
+from trimtab.formats.arrays import namespace_of
 from trimtab.formats.rounding import binade, work_dtype
 from trimtab.formats.scalar import encode_scalar
 
@@ -36,7 +37,7 @@ def encode_grid(fmt: Format, rounded: Any) -> Any:
 
 def decode(fmt: Format, codes: Any, dtype: Any = None) -> Any:
     """The numbers that codes name; see ``Format.decode``."""
-    xp = array_namespace(codes)
+    xp = namespace_of(codes)
     dtype = xp.float32 if dtype is None else dtype
     if fmt.layout == "integer":
         return xp.astype(codes, dtype)

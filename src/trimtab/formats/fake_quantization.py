@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.errors import ConfigError
 from trimtab.formats.format import Format
 from trimtab.formats.granularity import BLOCK_AXES, Granularity
 from trimtab.formats.rounding import check_noise
+from trimtab.formats.sampling import num_rows, rows_of, spread_rows
 from trimtab.formats.scaling import FLOAT32_MAX, ScaleKind, dequantize, quantize, scale_bounds
 from trimtab.formats.torch_rounding import round_work, work_of
 
@@ -87,10 +89,11 @@ def fake_quantize_with_stats(
         granularity: Which entries share a scale.
         scale_kind: How a scale is made.
         noise: As for ``fake_quantize``.
-        most_tokens: Estimate the flushed share and the channel error from this many tokens (rows), or a few more,
-            evenly spaced; None reads all.
+        most_tokens: Estimate the shares and the channel error from this many tokens (rows), spread over all; None
+            reads all. ``amax`` is that of all tokens in any case.
 
     Returns: ``(values, stats)``.
+    Raises: ConfigError: as ``quantize``; and when ``x`` is no torch tensor, or ``most_tokens`` below 1.
 
     Example:
         >>> from trimtab.formats import get, per_tensor
@@ -99,33 +102,42 @@ def fake_quantize_with_stats(
         >>> values.tolist(), f"{stats.flushed_share.item():.2f} {stats.saturated_share.item():.2f}"
         ([6.0, 1.0, 0.0, 0.0], '0.33 0.33')
     """
+    if not isinstance(x, Tensor):
+        raise ConfigError("x", x, "statistics are taken of torch tensors.", "Convert it with torch.as_tensor.")
+    rows = spread_rows(num_rows(x), most_tokens, x.device)
     scaled, scale, amax = _scaled(x, fmt, granularity, scale_kind)
-    saturated_share = amax.new_zeros(())
+    num_saturated = None
     if scale_kind == "e8m0":
         half_a_step = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-        num_saturated = torch.count_nonzero(scaled.abs() > fmt.max_value + half_a_step)
-        saturated_share = num_saturated / torch.count_nonzero(x.detach()).clamp(min=1)
+        # Of a copy, as rounding overwrites what it rounds.
+        sizes = rows_of(granularity.join(scaled, tuple(x.shape)), rows).abs()
+        num_saturated = sizes.gt_(fmt.max_value + half_a_step).sum()
     values = _back(scaled, scale, x, fmt, granularity, noise)
-    some, some_values = evenly_spaced(x.detach(), most_tokens), evenly_spaced(values, most_tokens)
-    stats = QuantizationStats(
-        amax=amax.amax() if amax.numel() else amax.new_zeros(()),
-        flushed_share=flushed_share(some, some_values),
-        saturated_share=saturated_share,
-        channel_error=channel_error(some, some_values),
+    largest = amax.amax() if amax.numel() else amax.new_zeros(())
+    return values, stats_of(rows_of(x.detach(), rows), rows_of(values, rows), largest, num_saturated)
+
+
+def stats_of(x: Tensor, quantized: Tensor, amax: Tensor, num_saturated: Tensor | None = None) -> QuantizationStats:
+    """The statistics of a quantization from some of its rows.
+
+    Args:
+        x: Shape (rows, channels).
+        quantized: The same rows after quantization.
+        amax: Largest magnitude of all rows.
+        num_saturated: How many entries of ``x`` saturated; None is none.
+    """
+    x, difference = _scaled_and_difference(x, quantized, amax)
+    # Counted as ones of a float, because adding up booleans takes several times as long, as count_nonzero does.
+    ones = torch.empty_like(x)
+    num_zero = torch.eq(x, 0, out=ones).sum()
+    num_now_zero = torch.eq(x, difference, out=ones).sum()
+    num_nonzero = (x.numel() - num_zero).clamp_(min=1)
+    return QuantizationStats(
+        amax=amax,
+        flushed_share=(num_now_zero - num_zero) / num_nonzero,
+        saturated_share=amax.new_zeros(()) if num_saturated is None else num_saturated / num_nonzero,
+        channel_error=_error_of(x, difference),
     )
-    return values, stats
-
-
-def evenly_spaced(x: Tensor, most_tokens: int | None) -> Tensor:
-    """``most_tokens`` of the rows of ``x``, or up to twice as many, as a view of two dimensions; None is all."""
-    x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
-    return x if most_tokens is None else x[:: max(1, len(x) // most_tokens)]
-
-
-def flushed_share(x: Tensor, quantized: Tensor) -> Tensor:
-    """Share of the non-zero entries that became zero; 0 when there are none."""
-    num_nonzero = torch.count_nonzero(x)
-    return (num_nonzero - torch.count_nonzero(quantized)) / num_nonzero.clamp(min=1)
 
 
 def channel_error(x: Tensor, quantized: Tensor) -> Tensor:
@@ -146,17 +158,31 @@ def channel_error(x: Tensor, quantized: Tensor) -> Tensor:
         >>> channel_error(x, torch.tensor([[100.0, 0.0], [100.0, 0.0]])).item()
         0.5
     """
-    work = work_of(x.dtype)
-    x, quantized = (t.reshape(-1, x.shape[-1] if x.dim() else 1).to(work) for t in (x, quantized))
+    x, quantized = (rows_of(t.detach(), None) for t in (x, quantized))
     if not x.numel():
-        return x.new_zeros(())
-    # Sums of squares, as they take a fraction of the time of norms; the factor keeps them within the range.
+        return x.new_zeros((), dtype=work_of(x.dtype))
     lowest, highest = torch.aminmax(x)
-    factor = 1 / torch.maximum(highest, -lowest).clamp(min=torch.finfo(work).tiny)
-    size = (x * factor).square_().sum(0)
-    error = x.sub(quantized).mul_(factor).square_().sum(0)
+    return _error_of(*_scaled_and_difference(x, quantized, torch.maximum(highest, -lowest)))
+
+
+def _scaled_and_difference(x: Tensor, quantized: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """``(x, x - quantized)``, new, times a factor that keeps sums of squares within the range.
+
+    A power of two: it rounds nothing, so that what is equal differs by zero. Entries down to ``amax * 2**-113`` have
+    squares.
+    """
+    work = work_of(x.dtype)
+    factor = 2.0**50 / _power_of_two_below(amax.to(work)).clamp_(min=2.0**-77)
+    x = x.to(work) * factor
+    return x, torch.addcmul(x, quantized.to(work), factor, value=-1)
+
+
+def _error_of(x: Tensor, difference: Tensor) -> Tensor:
+    """The channel error from matrices (tokens, channels), which are overwritten."""
+    # Sums of squares, as they take a fraction of the time of norms.
+    size, error = (t.square_().sum(0) for t in (x, difference))
     total: Tensor = torch.where(size == 0, 0.0, error / size).sqrt_().sum()
-    return total / torch.count_nonzero(size).clamp(min=1)
+    return total / size.ne_(0).sum().clamp_(min=1)
 
 
 def _scaled(x: Tensor, fmt: Format, granularity: Granularity, scale_kind: ScaleKind) -> tuple[Tensor, Tensor, Tensor]:

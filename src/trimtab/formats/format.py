@@ -170,8 +170,7 @@ def get(name: str) -> Format:
 
     Raises: ConfigError: when there is no such format.
     """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        near = nearest_names(name, FORMATS) or sorted(FORMATS)
-        raise ConfigError("format", name, f"the formats are {', '.join(FORMATS)}.", f"Use {near[0]!r}.") from None
+    if not isinstance(name, str) or name not in FORMATS:
+        near = nearest_names(str(name), FORMATS) or sorted(FORMATS)
+        raise ConfigError("format", name, f"the formats are {', '.join(FORMATS)}.", f"Use {near[0]!r}.")
+    return FORMATS[name]

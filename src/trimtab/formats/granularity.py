@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trimtab.errors import ConfigError
 from trimtab.formats.arrays import library_of, padded
 
@@ -29,7 +31,7 @@ class Granularity:
         rows: Rows of a block, or None for the whole array, all its dimensions, as one block.
         columns: Columns of a block, or None for as many as there are.
 
-    Raises: ConfigError: when a size is below 1, or ``columns`` is given without ``rows``.
+    Raises: ConfigError: when a size is no whole number from 1, or ``columns`` is given without ``rows``.
     """
 
     rows: int | None
@@ -37,7 +39,11 @@ class Granularity:
 
     def __post_init__(self) -> None:
         for setting, size in (("rows", self.rows), ("columns", self.columns)):
-            if size is not None and size < 1:
+            if size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+                raise ConfigError(setting, size, "the size of a block is a whole number.", "Set it to 32, say.")
+            if size < 1:
                 raise ConfigError(setting, size, "a block needs at least 1.", "Set it to 1 or more.")
         if self.rows is None and self.columns is not None:
             raise ConfigError("columns", self.columns, "the whole array has no columns.", "Set rows too.")

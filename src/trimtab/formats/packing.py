@@ -38,7 +38,7 @@ def pack(codes: Any, bits: int) -> Any:
         bits: 2, 4, 6 or 8.
 
     Returns: Array of the codes' dtype, shape (..., p); bit patterns, whose sign means nothing.
-    Raises: ConfigError: when ``bits`` is another number.
+    Raises: ConfigError: when ``bits`` is another number, or ``codes`` have no axis.
 
     Example:
         >>> import numpy as np
@@ -46,7 +46,7 @@ def pack(codes: Any, bits: int) -> Any:
         >>> all((unpack(pack(codes, bits), bits, 5) == codes).all() for bits in (4, 6, 8))
         True
     """
-    _check(bits)
+    _check(bits, "codes", codes)
     if bits == 8:
         return codes
     if bits == 6:
@@ -72,9 +72,9 @@ def unpack(packed: Any, bits: int, size: int) -> Any:
         size: ``d``, the number of codes of a row.
 
     Returns: Array of the same dtype, shape (..., d).
-    Raises: ConfigError: when ``bits`` is none of 2, 4, 6 and 8.
+    Raises: ConfigError: when ``bits`` is none of 2, 4, 6 and 8, or ``packed`` has no axis.
     """
-    _check(bits)
+    _check(bits, "packed", packed)
     if bits == 8:
         return packed
     xp = library_of(packed)
@@ -111,7 +111,10 @@ def _pack6(codes: Any) -> Any:
     return codes[..., :width] & 63 | padded(high, -1, width)
 
 
-def _check(bits: int) -> None:
-    """Refuse a width that has no layout."""
+def _check(bits: int, setting: str, array: Any) -> None:
+    """Refuse a width that has no layout, and what has no last axis."""
     if bits not in WIDTHS:
         raise ConfigError("bits", bits, "codes are packed in 2, 4, 6 or 8 bits.", "Use the format's own bits.")
+    if not getattr(array, "shape", ()):
+        allowed = "codes are packed along the last axis of an array, and this has none."
+        raise ConfigError(setting, array, allowed, "Pass an int8 or uint8 array of one or more axes.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from array_api_compat import array_namespace, device
 
 from trimtab.errors import ConfigError
+from trimtab.formats.arrays import namespace_of
 
 if TYPE_CHECKING:
     from trimtab.formats.format import Format
@@ -22,7 +23,7 @@ _WORK = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "flo
 
 def round_values(fmt: Format, array: Any, noise: Any = None) -> Any:
     """``Format.round`` for any array-API library."""
-    xp = array_namespace(array)
+    xp = namespace_of(array)
     check_noise(array, noise)
     work = work_dtype(array)
     exact = xp.astype(array, work)
@@ -73,6 +74,9 @@ def work_dtype(array: Any) -> Any:
     Raises: ConfigError: when ``array`` is of none of the four floating dtypes.
     """
     name = str(array.dtype).rpartition(".")[2]
+    if not getattr(array.dtype, "isnative", True):
+        allowed = f"a number format rounds {', '.join(_WORK)} in the machine's native byte order."
+        raise ConfigError("dtype", name, allowed, "Convert it: array.astype(array.dtype.newbyteorder('=')).")
     if name not in _WORK:
         raise ConfigError("dtype", name, f"a number format rounds {', '.join(_WORK)}.", "Convert the array first.")
     return getattr(array_namespace(array), _WORK[name])
@@ -80,11 +84,12 @@ def work_dtype(array: Any) -> Any:
 
 def check_noise(array: Any, noise: Any) -> None:
     """Refuse noise that would be broadcast: entries that share their noise are no longer independent."""
-    if noise is not None and tuple(noise.shape) != tuple(array.shape):
+    shape = getattr(noise, "shape", None)
+    if noise is not None and (shape is None or tuple(shape) != tuple(array.shape)):
         wanted = tuple(array.shape)
         raise ConfigError(
             "noise.shape",
-            tuple(noise.shape),
+            None if shape is None else tuple(shape),
             f"noise has the array's shape, here {wanted}.",
             "Draw one number per entry.",
         )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from array_api_compat import array_namespace, device
 
 from trimtab.errors import ConfigError
+from trimtab.formats.arrays import namespace_of
 from trimtab.formats.format import Format
 from trimtab.formats.granularity import BLOCK_AXES, Granularity
 from trimtab.formats.rounding import binade, check_noise, work_dtype
@@ -74,7 +75,7 @@ def quantize(
         >>> quantize(x, get("int4"), per_token()).codes.tolist()
         [[0, 0], [7, -2]]
     """
-    xp = array_namespace(x)
+    xp = namespace_of(x)
     check_noise(x, noise)
     blocks = granularity.split(xp.astype(x, work_dtype(x)))
     scale = scales_of(xp.max(xp.abs(blocks), axis=BLOCK_AXES, keepdims=True), fmt, scale_kind)

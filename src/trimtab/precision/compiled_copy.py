@@ -24,7 +24,7 @@ from trimtab.precision.stored_copy import decode
 from trimtab.precision.stored_linear import conv1d
 
 if TYPE_CHECKING:
-    from trimtab.precision.saved_activations import SavedActivationsConversion
+    from trimtab.precision.saved_activations import LowRow, SavedActivationsConversion
 
 __all__ = ["CopyScope", "allow_dynamic_sizes", "scopes_of", "traced_linear"]
 
@@ -176,22 +176,36 @@ def store_copy(x: Tensor, earlier: Sequence[Tensor], key: Tensor) -> Tensor:
     conversion, unit = _look_up(key)
     bits = conversion.bits_in_force(unit)
     micro_batch = conversion.count_call(unit)
+    row = _earlier_row(conversion, earlier)
     for k, copy in enumerate(earlier):
         if len(copy) >= _MOST_EARLIER and _width(copy) == bits:
-            conversion.observe_copy(unit, bits, x, conversion.rows_of_copies.get(copy.data_ptr(), []))
+            conversion.observe_copy(x, bits, unit, micro_batch, row)
             return x.new_empty((k + 1,), dtype=torch.uint8)
-    row: list[Tensor] = []
     if bits == 16:
-        conversion.observe_copy(unit, bits, x, row)
+        row = conversion.observe_copy(x, bits, unit, micro_batch, row)
         parts = [_as_bytes(x)]
     else:
-        packed, scale, *row = conversion.encode(x, bits, unit, micro_batch)
+        packed, scale, row = conversion.encode(x, bits, unit, micro_batch, row)
         parts = [_as_bytes(scale), _as_bytes(packed)]
     length = sum(len(part) for part in parts)
     padding = _MOST_EARLIER - length % _MOST_EARLIER + _WIDTH_OF_REMAINDER.index(bits)
     made = torch.cat([*parts, x.new_zeros((padding,), dtype=torch.uint8)])
-    conversion.rows_of_copies[made.data_ptr()] = row  # also without one: another copy may have been at this place
+    if row is None:
+        conversion.rows_of_copies.pop(made.data_ptr(), None)  # another copy may have been at this place
+    else:
+        conversion.rows_of_copies[made.data_ptr()] = row
     return made
+
+
+def _earlier_row(conversion: SavedActivationsConversion, earlier: Sequence[Tensor]) -> LowRow | None:
+    """The statistics of the low width that came with one of these copies of the same tensor.
+
+    Those of a copy that has this width go first: it is the one that a unit on the low-cost path reads.
+    """
+    copies = [copy for copy in earlier if len(copy) >= _MOST_EARLIER]
+    copies.sort(key=lambda copy: _width(copy) != conversion.recipe.low_bits)
+    rows = (conversion.rows_of_copies.get(copy.data_ptr()) for copy in copies)
+    return next((row for row in rows if row is not None), None)
 
 
 @store_copy.register_fake

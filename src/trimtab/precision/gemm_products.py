@@ -34,7 +34,7 @@ from trimtab.formats import (
     per_tile,
     per_token,
 )
-from trimtab.precision.quantizer_stats import MOST_TOKENS
+from trimtab.precision.quantizer_stats import most_tokens_of
 from trimtab.precision.scaled_products import attempt
 
 __all__ = ["GemmPath", "Ran", "Scaling", "forward_product", "gradient_products", "quantized"]
@@ -80,7 +80,7 @@ class GemmPath:
 
 def quantized(x: Tensor, path: GemmPath) -> tuple[Tensor, QuantizationStats]:
     """An activation on the path's grid, and what that did to it."""
-    return fake_quantize_with_stats(x, path.forward, path.row_blocks, path.scale_kind, most_tokens=MOST_TOKENS)
+    return fake_quantize_with_stats(x, path.forward, path.row_blocks, path.scale_kind, most_tokens=most_tokens_of(x))
 
 
 @dataclass(slots=True)

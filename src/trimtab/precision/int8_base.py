@@ -24,7 +24,7 @@ from trimtab.precision.frozen_base import FrozenBaseConversion, plain_weight, wh
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.linear_conversion import as_autocast_would, in_backward
 from trimtab.precision.outlier_channels import SuffersOutliers
-from trimtab.precision.quantizer_stats import ObservesQuantizers, stats_row
+from trimtab.precision.quantizer_stats import ObservesQuantizers, most_tokens_of, stats_row
 from trimtab.precision.stored_copy import encode, encode_with_stats
 from trimtab.precision.units import Unit
 from trimtab.precision.weight_copies import WeightCopies
@@ -156,15 +156,16 @@ class Int8BaseConversion(SuffersOutliers, ObservesQuantizers, FrozenBaseConversi
         """Keep what the low-cost path would have done to ``x``."""
         if self._stats is not None and self._shadow and not in_backward():
             x, _, _ = as_autocast_would(self.operators[index][0], x, keep_weight=True)
-            self._stats.note(index, stats_row(encode_with_stats(self._as_quantized(x.detach(), index), 8)[2]))
+            _, _, stats = encode_with_stats(self._as_quantized(x.detach(), index), 8, most_tokens=most_tokens_of(x))
+            self._stats.note(index, stats_row(stats, x))
 
     def _activations(self, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
         x = self._as_quantized(x, index)
         # A forward that is recomputed in backward has been seen before.
         if self._stats is None or in_backward():
             return encode(x, 8)
-        codes, scale, stats = encode_with_stats(x, 8)
-        self._stats.note(index, stats_row(stats))
+        codes, scale, stats = encode_with_stats(x, 8, most_tokens=most_tokens_of(x))
+        self._stats.note(index, stats_row(stats, x))
         return codes, scale
 
     def _as_quantized(self, x: Tensor, index: int) -> Tensor:

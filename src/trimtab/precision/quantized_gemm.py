@@ -208,7 +208,7 @@ class QuantizedGemmConversion(SuffersOutliers, ObservesQuantizers, LinearConvers
             return None
         outliers = self.outliers_of(index)
         qx, stats = quantized(x if outliers is None else outliers.enlarged(x), self._low)
-        self._stats.note(index, stats_row(stats))
+        self._stats.note(index, stats_row(stats, x))
         return None if active else qx
 
 

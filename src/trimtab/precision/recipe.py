@@ -21,8 +21,9 @@ QUANTIZER_STATS = ("error", "flushed_share", "saturated_share", "amax")
 
 error: Mean over input channels of |x - q(x)| / |x|, norms over the tokens, channels that are all zero left out. It has
     no scale: an outlier channel cannot hide what happens to the others.
+    Of fewer than four finite tokens it is not known: NaN.
 flushed_share: Share of the nonzero values that became zero.
-saturated_share: Share of the values that were clipped to the largest one.
+saturated_share: Share of the nonzero values that were clipped to the largest one.
 amax: Largest magnitude.
 """
 
@@ -87,7 +88,12 @@ class QuantizerObserver(Protocol):
     """What a ``Conversion`` may offer besides: statistics of what the low-cost path's quantizers did to their operands.
 
     Policies with an ``error_limit`` or an ``amax_limit`` need it. Where a unit has several quantized operands, it is up
-    to the recipe which one it judges. Forwards without gradients, as in an evaluation, are not looked at.
+    to the recipe which one it judges.
+
+    A forward in training mode counts as one of the step's also where it records no gradients: reentrant checkpointing
+    trains by such a forward, and nothing tells it from another. Call ``model.eval()`` for what is no training, such as
+    an evaluation or the rollouts of reinforcement learning; forwards in evaluation mode without gradients are not
+    looked at.
 
     Where there is no quantizer to look at, a further attribute ``why_unobserved`` may say why, as the end of a
     sentence; it is None where there is one. ``trimtab.attach`` refuses to observe with those words.
@@ -97,16 +103,19 @@ class QuantizerObserver(Protocol):
         """Keep statistics from now on; called once, right after the conversion.
 
         Args:
-            shadow: Also of units on the recovery path, by quantizing as their low-cost path would: what a unit is
-                judged by must not end with the recovery that it brought about.
+            shadow: Also of units on the recovery path, by quantizing as their low-cost path would, with the same noise
+                where it rounds stochastically: what a unit is judged by must not end with the recovery that it brought
+                about.
+
+        Raises: ConfigError: when the low-cost path quantizes nothing.
         """
 
     def take_quantizer_stats(self) -> Tensor | None:
         """The statistics since the last call, the maximum over micro-batches; begins anew. Waits for no device.
 
         Returns: Shape (units, 4), float32, on the device; columns as in ``QUANTIZER_STATS``, all >= 0, NaN where
-            nothing is known of a unit. An operand that is not finite has an error of +inf, never NaN: it is known to
-            be broken. None when nothing was seen of any unit.
+            a statistic is not known of a unit. An operand that is not finite has an error of +inf, never NaN: it is
+            known to be broken. None when nothing was seen of any unit.
         """
 
 

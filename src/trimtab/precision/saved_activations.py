@@ -23,22 +23,31 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
 from trimtab.formats import channel_error
-from trimtab.formats.fake_quantization import evenly_spaced
+from trimtab.formats.sampling import num_rows, rows_of, spread_rows
 from trimtab.precision.compiled_copy import allow_dynamic_sizes, scopes_of, traced_linear
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import why_not_plain_linear
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.linear_conversion import LinearConversion, Switch, as_autocast_would, in_backward, input_size
-from trimtab.precision.quantizer_stats import MOST_TOKENS, ObservesQuantizers, stats_row
+from trimtab.precision.quantizer_stats import ObservesQuantizers, most_tokens_of, stats_row
 from trimtab.precision.recipe import PathCost
 from trimtab.precision.shared_copy import SharedCopies
 from trimtab.precision.stored_copy import decode, encode, encode_with_stats, stored_bytes_per_token
 from trimtab.precision.stored_linear import LinearFromStoredCopy, corrupted
 from trimtab.precision.units import Unit
 
-__all__ = ["SavedActivations", "SavedActivationsConversion"]
+__all__ = ["LowRow", "SavedActivations", "SavedActivationsConversion"]
 
 _WIDTHS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRow:
+    """The statistics of a copy in the low width, and what the noise of that copy is seeded by."""
+
+    row: Tensor
+    index: int
+    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,7 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         self._corruptions: dict[int, tuple[Tensor, float]] = {}
         self._shared = SharedCopies()
         # By the place in memory of a copy that compiled code has made: units that read another's find its row there.
-        self.rows_of_copies: dict[int, list[Tensor]] = {}
+        self.rows_of_copies: dict[int, LowRow] = {}
         operators = [layers for _, layers in planned]
         super().__init__(model, [unit for unit, _ in planned], [_cost(recipe, o) for o in operators], operators)
         converted = [m for layers in self.operators for m in layers]
@@ -130,7 +139,7 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         source = x
         x, weight, bias = as_autocast_would(module, x)
         if bits == 16:
-            self._note(index, bits, x, [], lambda: self._shared_low_row(source, x))
+            self._note(index, bits, x, None, lambda: self._shared_low_row(source, x, index))
             return None
         packed, scale = self.store(source, x, bits, index)
         # Reentrant checkpointing trains by this forward too, and the recomputed one is not looked at.
@@ -144,6 +153,20 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         if not torch.is_grad_enabled():
             return None
         return traced_linear(module, x, switch.scope, switch.key)
+
+    def observe_quantizers(self, shadow: bool) -> None:
+        """From now on keep what the low-cost path's quantizer does; see ``recipe.QuantizerObserver``.
+
+        Raises: ConfigError: when that path keeps its input unquantized.
+        """
+        if self.recipe.low_bits == 16:
+            raise ConfigError(
+                "low_bits",
+                16,
+                "the low-cost path quantizes nothing, so there is no error to judge it by.",
+                "Set it to 2, 4 or 8, or leave error_limit and quantizer_stats out.",
+            )
+        super().observe_quantizers(shadow)
 
     def undo(self) -> None:
         """Give every layer its class back, the model its hooks, and the compiler its setting."""
@@ -191,65 +214,83 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
         packed, scale, *row = self._shared.get(
             source, x.dtype, bits, lambda: self._made(x, bits, index, self._micro_batch)
         )
-        self._note(index, bits, x, row, lambda: self._shared_low_row(source, x))
+        self._note(index, bits, x, next(iter(row), None), lambda: self._shared_low_row(source, x, index))
         return packed, scale
 
-    def encode(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """A new packed copy of ``x``, for compiled code: packed, scale and, where wanted, its row of statistics."""
+    def encode(
+        self, x: Tensor, bits: int, index: int, micro_batch: int, earlier: LowRow | None
+    ) -> tuple[Tensor, Tensor, LowRow | None]:
+        """A new packed copy of ``x``, for compiled code: packed, scale and what ``observe_copy`` returns."""
         packed, scale, *row = self._made(x, bits, index, micro_batch)
-        self.observe_copy(index, bits, x, row)
-        return packed, scale, *row
+        return packed, scale, self.observe_copy(x, bits, index, micro_batch, next(iter(row), earlier))
 
-    def observe_copy(self, index: int, bits: int, x: Tensor, row: list[Tensor]) -> None:
-        """Compiled code has unit ``index`` read a copy of ``x``, its own or another's, that came with this ``row``."""
-        if self._stats is not None:
-            self._note(index, bits, x, row, lambda: self._low_row(x))
+    def observe_copy(self, x: Tensor, bits: int, index: int, micro_batch: int, row: LowRow | None) -> LowRow | None:
+        """Compiled code has unit ``index`` read a copy of ``x`` in ``bits``, its own or another's.
+
+        Args:
+            x: What is copied.
+            bits: Width of the copy.
+            index: The unit.
+            micro_batch: The micro-batch; with ``index``, what the unit's noise is seeded by.
+            row: The statistics of the copy in the low width that was made of ``x`` or would have been; None where
+                there are none yet.
+
+        Returns: These statistics, for other units that read ``x``; None where nobody wants them.
+        """
+        return self._note(index, bits, x, row, lambda: self._low_row(x, index, micro_batch))
 
     @torch.no_grad()
-    def _made(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Tensor, ...]:
-        """A packed copy, its scales and, where that is wanted and ``bits`` are the low ones, its row of statistics."""
+    def _made(self, x: Tensor, bits: int, index: int, micro_batch: int) -> tuple[Any, ...]:
+        """A packed copy, its scales and, where that is wanted and ``bits`` are the low ones, its statistics."""
         noise = self._noise(x, index, micro_batch)
         if self._stats is None or bits != self.recipe.low_bits:
             return encode(x.detach(), bits, noise)
-        packed, scale, stats = encode_with_stats(x.detach(), bits, noise, MOST_TOKENS)
-        return packed, scale, stats_row(stats)
+        packed, scale, stats = encode_with_stats(x.detach(), bits, noise, most_tokens_of(x))
+        return packed, scale, LowRow(stats_row(stats, x), index, micro_batch)
 
     @torch.no_grad()
-    def _low_row(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (stats_row(encode_with_stats(x.detach(), self.recipe.low_bits, None, MOST_TOKENS)[2]),)
+    def _low_row(self, x: Tensor, index: int, micro_batch: int) -> LowRow:
+        """The statistics of the copy that unit ``index`` would have made in the low width."""
+        noise = self._noise(x, index, micro_batch)
+        _, _, stats = encode_with_stats(x.detach(), self.recipe.low_bits, noise, most_tokens_of(x))
+        return LowRow(stats_row(stats, x), index, micro_batch)
 
-    def _shared_low_row(self, source: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    def _shared_low_row(self, source: Tensor, x: Tensor, index: int) -> LowRow:
+        """The statistics of the copy that unit ``index`` would have read in the low width: its own or another's."""
+        _, _, *row = self._shared.find(source, x.dtype, self.recipe.low_bits) or (None, None)
+        if row:
+            return row[0]  # type: ignore[no-any-return]
         # No copy has this width.
-        return self._shared.get(source, x.dtype, -1, lambda: self._low_row(x))
+        [made] = self._shared.get(source, x.dtype, -1, lambda: (self._low_row(x, index, self._micro_batch),))
+        return made  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _row_as_read(self, x: Tensor, index: int) -> tuple[Tensor, ...]:
+    def _row_as_read(self, x: Tensor, index: int, low_row: LowRow) -> Tensor:
         """What unit ``index``, whose low-width copy is corrupted, reads back against ``x``."""
         bits = self.recipe.low_bits
-        packed, scale, stats = encode_with_stats(x.detach(), bits, None, MOST_TOKENS)
-        some, some_packed, some_scales = (evenly_spaced(t, MOST_TOKENS) for t in (x.detach(), packed, scale))
+        noise = self._noise(x, low_row.index, low_row.micro_batch)
+        packed, scale, stats = encode_with_stats(x.detach(), bits, noise, most_tokens_of(x))
+        rows = spread_rows(num_rows(x), most_tokens_of(x), x.device)
+        some, some_packed, some_scales = (rows_of(t, rows) for t in (x.detach(), packed, scale))
         stored = decode(some_packed, some_scales, bits=bits, size=x.shape[-1], dtype=x.dtype)
         corrupted(stored, self._corruptions[index])
-        return (stats_row(dataclasses.replace(stats, channel_error=channel_error(some, stored))),)
+        return stats_row(dataclasses.replace(stats, channel_error=channel_error(some, stored)), x)
 
     def _note(
-        self, index: int, bits: int, x: Tensor, row: list[Tensor], low_row: Callable[[], tuple[Tensor, ...]]
-    ) -> None:
-        """Keep the ``row`` that came with a copy of the low width, or what that width would have made of ``x``.
+        self, index: int, bits: int, x: Tensor, row: LowRow | None, low_row: Callable[[], LowRow]
+    ) -> LowRow | None:
+        """Keep the ``row`` of a copy in the low width, or what that width would have made of ``x``; returns which.
 
         A corrupted copy is judged as the unit reads it. That is what an observer sees that reads the copy back as it
         is stored, by the scale that backward will use: a scale that is wrong by then shows. One that goes wrong
         between forward and backward shows to none, and is not what the corruption stands for.
         """
         # A recomputed forward has been seen before.
-        if self._stats is None or self.recipe.low_bits == 16 or in_backward():
-            return
-        if bits != self.recipe.low_bits and not self._shadow:
-            return
-        if index in self._corruptions:
-            self._stats.note(index, *self._row_as_read(x, index))
-        else:
-            self._stats.note(index, *(row or low_row()))
+        if self._stats is None or in_backward() or (bits != self.recipe.low_bits and not self._shadow):
+            return row
+        row = row or low_row()
+        self._stats.note(index, self._row_as_read(x, index, row) if index in self._corruptions else row.row)
+        return row
 
     def _noise(self, x: Tensor, index: int, micro_batch: int) -> Tensor | None:
         if self.recipe.rounding == "nearest":

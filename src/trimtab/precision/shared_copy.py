@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ __all__ = ["SharedCopies"]
 # Enough for every tensor that two projections of one block read, also where attention and MLP run side by side.
 _MOST_SHARED = 4
 
-Copy = tuple[Tensor, ...]
+Copy = tuple[Any, ...]
 
 
 class SharedCopies:
@@ -44,6 +45,11 @@ class SharedCopies:
         if bits not in entry.copies:
             entry.copies[bits] = make()
         return entry.copies[bits]
+
+    def find(self, source: Tensor, dtype: torch.dtype, bits: int) -> Copy | None:
+        """The copy that ``get`` would find; None where it would have one made."""
+        entry: _Entry | None = self._threads.__dict__.get("entries", {}).get(id(source))
+        return entry.copies.get(bits) if entry is not None and entry.is_of(source, dtype) else None
 
     def clear(self) -> None:
         """Let go of this thread's copies; a backward that needs one holds it itself."""

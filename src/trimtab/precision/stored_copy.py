@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.formats import QuantizationStats, channel_error, get, pack, packed_size, unpack
-from trimtab.formats.fake_quantization import evenly_spaced, flushed_share
+from trimtab.formats import QuantizationStats, get, pack, packed_size, unpack
+from trimtab.formats.fake_quantization import stats_of
+from trimtab.formats.sampling import num_rows, rows_of, spread_rows
 
 __all__ = ["decode", "encode", "encode_with_stats", "stored_bytes_per_token"]
 
@@ -59,14 +60,11 @@ def encode_with_stats(
         (70.0, 0.5, 0.5)
     """
     codes, scale, amax = _codes(x, bits, noise)
-    some, some_codes, some_scales = (evenly_spaced(t, most_tokens) for t in (x, codes, scale))
-    stats = QuantizationStats(
-        amax=amax.amax() if amax.numel() else amax.new_zeros(()),
-        flushed_share=flushed_share(some, some_codes),
-        saturated_share=amax.new_zeros(()),
-        channel_error=channel_error(some, some_codes * some_scales),
-    )
-    return pack(codes.to(torch.int8), bits), scale, stats
+    packed = pack(codes.to(torch.int8), bits)  # first: all codes are in the cache now
+    rows = spread_rows(num_rows(x), most_tokens, x.device)
+    values = rows_of(codes, rows).mul_(rows_of(scale, rows))
+    stats = stats_of(rows_of(x.detach(), rows), values, amax.amax() if amax.numel() else amax.new_zeros(()))
+    return packed, scale, stats
 
 
 def _codes(x: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +77,12 @@ def _codes(x: Tensor, bits: int, noise: Tensor | None) -> tuple[Tensor, Tensor, 
     scale = torch.where(amax < torch.inf, (amax / limit).clamp_(max=_largest_scale(limit)), torch.nan)
     # A scale of zero (a row of zeros, or one so small that amax/limit underflows) must give codes of zero, not 0/0.
     codes = x / torch.where(scale == 0, torch.ones_like(scale), scale)
-    codes = torch.floor(codes.add_(noise)) if noise is not None else codes.round_()
+    if noise is None:
+        codes.round_()
+    else:
+        whole = codes.floor()
+        # Compared, not added: floor(codes + noise) would move codes that are whole, because that sum is rounded.
+        codes = whole.add_(noise >= 1 - codes.sub_(whole))
     return codes.clamp_(-limit, limit), scale, amax
 
 
