@@ -95,7 +95,9 @@ def test_statistics_are_taken_from_a_sixteenth_of_many_tokens_and_from_256_at_mo
 @pytest.mark.parametrize("settings", [{"policy": Policy(error_limit=0.3)}, {"quantizer_stats": True}])
 def test_a_low_cost_path_that_quantizes_nothing_is_refused_where_errors_are_asked_for(settings):
     model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(ConfigError, match="low_bits=16: the low-cost path quantizes nothing"):
+    with pytest.raises(
+        ConfigError, match="tells what its quantizers do to activations, and low_bits=16 quantizes none"
+    ):
         trimtab.attach(model, SavedActivations(16, 16), units=["0"], **settings)
     assert type(model[0]) is nn.Linear
     trimtab.attach(model, SavedActivations(16, 16), units=["0"]).detach()

@@ -237,7 +237,7 @@ def test_both_paths_tell_what_torchao_loses_of_what_it_is_given(name, autocast, 
     model = in_float8(model, config) if users else model
     conversion = convert(model, None if users else TorchaoFloat8(config))
     conversion.observe_quantizers(shadow=True)
-    x = torch.randn(5, 40, 32)
+    x = torch.randn(5, 12, 32)  # few enough for all to be looked at
     x[..., 3] *= 3e5
     given = x.to(autocast.get("dtype", x.dtype)).flatten(0, 1)
     expected = row_of(given, as_torchao_casts(given, config))

@@ -145,7 +145,7 @@ def test_both_paths_tell_what_torchao_loses_of_what_it_is_given(mode, autocast):
     model = layer_of()
     conversion = convert(model, TorchaoMXFP8(scale_calculation_mode=mode))
     conversion.observe_quantizers(shadow=True)
-    x = torch.randn(3, 32, 64)
+    x = torch.randn(2, 32, 64)  # few enough for all to be looked at
     x[..., 3] *= 3e5
     given = x.to(autocast.get("dtype", x.dtype)).flatten(0, 1)
     values = as_torchao_cuts(given, mode)

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, MissingExtraError
 from trimtab.formats import get, per_token
-from trimtab.formats.fake_quantization import evenly_spaced
+from trimtab.formats.fake_quantization import stats_of
 from trimtab.precision.conversion_plan import Planned, plan_conversion
 from trimtab.precision.convertible import is_dtensor
 from trimtab.precision.frozen_base import WEIGHTS_ONLY, FrozenBaseConversion, plain_weight, why_not_frozen_base
 from trimtab.precision.grouping import Grouping, check_unit
 from trimtab.precision.int8_base import dequantized
 from trimtab.precision.linear_conversion import as_autocast_would, in_backward
-from trimtab.precision.operand_quantizer import OperandQuantizer, nothing_lost, row_of
-from trimtab.precision.quantizer_stats import MOST_TOKENS, ObservesQuantizers
+from trimtab.precision.operand_quantizer import OperandQuantizer, nothing_seen, some_tokens
+from trimtab.precision.quantizer_stats import ObservesQuantizers, stats_row
 from trimtab.precision.units import Unit
 from trimtab.precision.weight_copies import WeightCopies
 
@@ -294,20 +294,19 @@ _INT8 = OperandQuantizer(fmt=get("int8"), granularity=per_token(), factor_of=_to
 def _row_in_int8(x: Tensor, threshold: float) -> Tensor:
     """What ``int8_vectorwise_quant`` does to x (..., in), as a row of statistics."""
     if not x.numel():
-        return nothing_lost(x)
-    x = x.reshape(-1, x.shape[-1])
-    lowest, highest = torch.aminmax(x, dim=0)
+        return nothing_seen(x)
+    lowest, highest = torch.aminmax(x.reshape(-1, x.shape[-1]), dim=0)
     by_channel = torch.maximum(highest, -lowest).to(torch.float16)
-    some = evenly_spaced(x, MOST_TOKENS)
+    some = some_tokens(x)
     given = some.to(torch.float16)
     if threshold > 0:
         # An outlier counts for no token's scale; the rest of its channel does, though that is left out as well.
         given = given.masked_fill(given.abs() >= threshold, 0)
-    values, saturated_share = _INT8.values(given)
+    values, num_clipped = _INT8.values(given)
     if threshold > 0:
         is_outlier = by_channel >= threshold
         some, values = some.masked_fill(is_outlier, 0), values.masked_fill(is_outlier, 0)
-    return row_of(some, values, by_channel.amax().float(), saturated_share)
+    return stats_row(stats_of(some, values, by_channel.amax().float(), num_clipped), x)
 
 
 def _why_not(library: Any, bits: int, module: nn.Module, under_fsdp: frozenset[int]) -> str | None:

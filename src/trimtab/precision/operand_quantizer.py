@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.formats import Format, Granularity, QuantizationStats, channel_error
-from trimtab.formats.fake_quantization import evenly_spaced, flushed_share
+from trimtab.formats import Format, Granularity
+from trimtab.formats.fake_quantization import stats_of
 from trimtab.formats.granularity import BLOCK_AXES
-from trimtab.precision.quantizer_stats import MOST_TOKENS, stats_row
+from trimtab.formats.sampling import num_rows, rows_of, spread_rows
+from trimtab.precision.quantizer_stats import most_tokens_of, stats_row
 from trimtab.precision.recipe import QUANTIZER_STATS
 
-__all__ = ["FactorOf", "OperandQuantizer", "nothing_lost", "row_of"]
+__all__ = ["FactorOf", "OperandQuantizer", "nothing_seen", "some_tokens"]
 
 FactorOf = Callable[[Tensor], Tensor]
 """Of the largest magnitude of each block, float32, what its entries are multiplied by before they are rounded."""
@@ -49,22 +50,21 @@ class OperandQuantizer:
         """What it does to ``x``, as a row of statistics.
 
         The largest magnitude is that of all of ``x``, by one reduction: a scale of the whole tensor needs it, and an
-        entry that is not finite must not hide among tokens that are left out. All else is of evenly spaced tokens.
+        entry that is not finite must not hide among tokens that are left out. All else is of some tokens.
 
         Args:
             x: Shape (..., channels), as the library is given it.
         """
         if not x.numel():
-            return nothing_lost(x)
-        x = x.reshape(-1, x.shape[-1])
+            return nothing_seen(x)
         lowest, highest = torch.aminmax(x)
         amax = torch.maximum(highest, -lowest).float()
-        some = evenly_spaced(x, MOST_TOKENS)
-        values, saturated_share = self.values(some, amax if self.granularity.rows is None else None)
-        return row_of(some, values, amax, saturated_share)
+        some = some_tokens(x)
+        values, num_clipped = self.values(some, amax if self.granularity.rows is None else None)
+        return stats_row(stats_of(some, values, amax, num_clipped), x)
 
     def values(self, x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What it makes of ``x``, in float32, and the share of the nonzero entries that it clips.
+        """What it makes of ``x``, in float32, and how many entries it clips.
 
         Args:
             x: Shape (tokens, channels).
@@ -74,30 +74,18 @@ class OperandQuantizer:
         factor = self.factor_of(blocks.abs().amax(BLOCK_AXES, keepdim=True) if amax is None else amax)
         scaled = blocks * factor
         half_a_step = 2.0 ** (self.fmt.max_exponent - self.fmt.mantissa_bits - 1)
-        num_clipped = torch.count_nonzero(scaled.abs() > self.fmt.max_value + half_a_step)
+        num_clipped = (scaled.abs() > self.fmt.max_value + half_a_step).sum()
         values: Tensor = self.granularity.join(self.fmt.round(scaled) / factor, tuple(x.shape))
-        return values, num_clipped / torch.count_nonzero(blocks).clamp(min=1)
+        return values, num_clipped
 
 
-def row_of(x: Tensor, values: Tensor, amax: Tensor, saturated_share: Tensor) -> Tensor:
-    """The row of statistics of some tokens and what became of them.
-
-    Args:
-        x: Shape (tokens, channels).
-        values: The same, after quantization.
-        amax: Largest magnitude of the whole operand; not finite when the operand is not.
-        saturated_share: Share of the nonzero entries that were clipped.
-    """
-    return stats_row(
-        QuantizationStats(
-            amax=amax,
-            flushed_share=flushed_share(x, values),
-            saturated_share=saturated_share,
-            channel_error=channel_error(x, values),
-        )
-    )
+def some_tokens(x: Tensor) -> Tensor:
+    """The tokens of ``x`` (..., channels) that statistics are taken from, as a matrix."""
+    return rows_of(x, spread_rows(num_rows(x), most_tokens_of(x), x.device))
 
 
-def nothing_lost(x: Tensor) -> Tensor:
-    """The row of statistics of an operand without tokens."""
-    return x.new_zeros(len(QUANTIZER_STATS), dtype=torch.float32)
+def nothing_seen(x: Tensor) -> Tensor:
+    """The row of statistics of an operand without tokens: its error is not known."""
+    row = x.new_zeros(len(QUANTIZER_STATS), dtype=torch.float32)
+    row[0] = torch.nan
+    return row

@@ -106,8 +106,6 @@ class QuantizerObserver(Protocol):
             shadow: Also of units on the recovery path, by quantizing as their low-cost path would, with the same noise
                 where it rounds stochastically: what a unit is judged by must not end with the recovery that it brought
                 about.
-
-        Raises: ConfigError: when the low-cost path quantizes nothing.
         """
 
     def take_quantizer_stats(self) -> Tensor | None:

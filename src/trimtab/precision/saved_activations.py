@@ -154,19 +154,10 @@ class SavedActivationsConversion(ObservesQuantizers, LinearConversion):
             return None
         return traced_linear(module, x, switch.scope, switch.key)
 
-    def observe_quantizers(self, shadow: bool) -> None:
-        """From now on keep what the low-cost path's quantizer does; see ``recipe.QuantizerObserver``.
-
-        Raises: ConfigError: when that path keeps its input unquantized.
-        """
-        if self.recipe.low_bits == 16:
-            raise ConfigError(
-                "low_bits",
-                16,
-                "the low-cost path quantizes nothing, so there is no error to judge it by.",
-                "Set it to 2, 4 or 8, or leave error_limit and quantizer_stats out.",
-            )
-        super().observe_quantizers(shadow)
+    @property
+    def why_unobserved(self) -> str | None:
+        """Why nothing can be told of its quantizers, or None when something can; see ``recipe.QuantizerObserver``."""
+        return "low_bits=16 quantizes none" if self.recipe.low_bits == 16 else None
 
     def undo(self) -> None:
         """Give every layer its class back, the model its hooks, and the compiler its setting."""
