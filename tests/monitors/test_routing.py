@@ -194,9 +194,18 @@ class TestLowPercentile:
         assert routing.low_percentile(torch.rand(5), torch.zeros(5, dtype=torch.bool)).isnan()
         assert routing.low_percentile(torch.rand(0)).isnan()
 
-    def test_of_many_tokens_some_are_taken_at_even_distances(self):
+    def test_of_many_tokens_some_are_looked_at(self):
         values = torch.arange(3.0 * routing.MOST_SAMPLED)
-        assert routing.low_percentile(values).item() == pytest.approx(np.percentile(values[::3].numpy(), 5))
+        # One of every three: it is off by three places at most.
+        assert abs(routing.low_percentile(values).item() - np.percentile(values.numpy(), 5)) <= 3
+
+    def test_the_first_tokens_of_sequences_count_as_much_as_they_are(self):
+        """They are one of 2,048 tokens each, and know less than all others to which expert they go."""
+        entropies = torch.rand(64, 2048, generator=torch.Generator().manual_seed(0)) + 1
+        entropies[:, 0] = 0
+        found = routing.low_percentile(entropies.flatten()).item()
+        # The share below is that of 4,096 of them, of standard deviation 0.0034; three of these are looked past.
+        assert 1.05 - 0.0105 < found < 1.05 + 0.0105
 
 
 class TestLoad:

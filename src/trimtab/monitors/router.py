@@ -57,7 +57,7 @@ class Router(BaseMonitor):
 
     - ``entropy_mean``, ``entropy_p5``: the mean of the tokens' routing entropies and their 5th percentile, in units of
       log E (see ``routing_entropy``). Over several micro-batches the percentile is the mean of theirs; of more than
-      4,096 tokens, evenly spaced ones are looked at.
+      4,096 tokens some are looked at, spread over all.
     - ``similarity``, ``conditioning`` of the weight, as the step's forward used it.
     - ``load_entropy``, ``busiest_share``, ``unused_experts``, ``max_logit``: what follows from the choices, for
       comparison. Chosen are the experts that the router says, after any bias, noise or limit of groups.

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from trimtab.formats.sampling import spread_rows
+
 __all__ = [
     "Scores",
     "busiest_share",
@@ -156,8 +158,8 @@ def max_logit(logits: Tensor, valid: Tensor | None = None) -> Tensor:
 def low_percentile(values: Tensor, valid: Tensor | None = None, share: float = 0.05) -> Tensor:
     """The percentile at ``share`` of the values that count, interpolated as NumPy does.
 
-    Of more than ``MOST_SAMPLED`` values evenly spaced ones are looked at, so that the sort stays small. NaN if one of
-    these is NaN, or none counts.
+    Of more than ``MOST_SAMPLED`` values some are looked at, so that the sort stays small: spread over all, in step with
+    no length of a sequence. NaN if one of these is NaN, or none counts.
 
     Args:
         values: Shape (T,).
@@ -172,9 +174,11 @@ def low_percentile(values: Tensor, valid: Tensor | None = None, share: float = 0
     """
     if not values.shape[0]:
         return values.new_full((), torch.nan)
-    step = -(-values.shape[0] // MOST_SAMPLED)
-    values = values[::step]
-    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid[::step]
+    rows = spread_rows(values.shape[0], MOST_SAMPLED, values.device)
+    if rows is not None:
+        values, valid = values[rows], None if valid is None else valid[rows]
+    if valid is None:
+        valid = torch.ones_like(values, dtype=torch.bool)
     # torch.nanquantile would do, but looks at its arguments on the host.
     ordered = torch.where(valid, values, torch.inf).sort().values
     last = valid.sum() - 1
