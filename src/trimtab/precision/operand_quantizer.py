@@ -38,7 +38,7 @@ class OperandQuantizer:
     Example:
         >>> from trimtab.formats import get, per_tensor
         >>> quantizer = OperandQuantizer(fmt=get("e2m1"), granularity=per_tensor(), factor_of=lambda amax: 6 / amax)
-        >>> [round(value, 3) for value in quantizer.row(torch.tensor([[6.0, 0.1], [6.0, 0.5]])).tolist()]
+        >>> [round(value, 3) for value in quantizer.row(torch.tensor([[6.0, 0.1], [6.0, 0.5]] * 2)).tolist()]
         [0.098, 0.25, 0.0, 6.0]
     """
 
