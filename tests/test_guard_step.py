@@ -642,6 +642,35 @@ class TestRouting:
             assert (first or {}).get("routed_late", False) == late
             assert not second
 
+    def test_a_set_that_comes_with_a_loaded_state_is_not_late_whatever_ran_before(self, tmp_path):
+        model = build()
+        with trimtab.attach(model, SavedActivations(), policy=Policy(max_active=0), record=tmp_path) as guard:
+            guard.route(["layers.1.o_proj"])
+            state = guard.state_dict()
+            backward(model)
+            guard.load_state_dict(state)
+            model.zero_grad()
+            backward(model)
+            guard.step()
+        with open_run(tmp_path) as run:
+            assert run.steps().extra[0] == {"routed_by_hand": ["layers.1.o_proj"]}
+
+    def test_a_retried_step_runs_under_the_set_from_its_start(self, tmp_path):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        with trimtab.attach(model, SavedActivations(), policy=Policy(max_active=0), record=tmp_path) as guard:
+            for factor in (float("inf"), 1.0):
+                optimizer.zero_grad()
+                scaler.scale(model(IDS)["loss"] * factor).backward()
+                if factor != 1.0:
+                    guard.route(["layers.1.o_proj"])
+                guard.step(scaler=scaler)
+                scaler.step(optimizer)
+                scaler.update()
+        with open_run(tmp_path) as run:
+            assert run.steps().extra[-1] == {"routed_by_hand": ["layers.1.o_proj"]}
+
     def test_an_evaluation_before_it_makes_no_route_late(self, tmp_path):
         model = build()
         with trimtab.attach(model, SavedActivations(), policy=Policy(max_active=0), record=tmp_path) as guard:

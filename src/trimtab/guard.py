@@ -296,6 +296,7 @@ class Guard:
             if self._quantizers is not None:
                 self._quantizers.drop()
             self._journal.event("skip", {"reason": "the loss scaler found a non-finite gradient"})
+            self._forced_late = False  # the retried step runs under the set from its start
             skipped = PendingDecision(self.resolve, self._norms.total(self._norms.read()), skipped=True)
             # The retried step counts its micro-batches from one again, and suffers the same faults.
             self._begin_step(retried=True)
@@ -561,6 +562,7 @@ class Guard:
             if state["forced"] is not None:
                 known = {self.units[i] for i in self._switch_index}
                 self.route([n for n in state["forced"] if n in known])
+                self._forced_late = False  # whatever has run before belongs to no step of this state
         if report.new or report.gone:
             self._journal.say_once(
                 "units",

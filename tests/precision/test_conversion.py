@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import threading
 import warnings
@@ -317,6 +318,52 @@ def test_a_container_of_the_embeddings_is_warned_about(tiny_llama):
     with pytest.warns(TrimtabWarning, match=r"picks the input embeddings \(model\)"):
         guard = trimtab.attach(tiny_llama(num_layers=1), SavedActivations(), units=["model"])
     guard.detach()
+
+
+def test_a_filter_that_catches_parts_of_an_adapted_head_or_of_adapted_embeddings_is_warned_about():
+    class Adapter(nn.Module):
+        """As peft has it: the layer that is adapted is its ``base_layer``."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer, self.lora_A = base, nn.Linear(8, 2, bias=False)
+
+    model = Plain()
+    model.output = Adapter(model.output)
+    model.get_output_embeddings = lambda: model.output
+    with pytest.warns(TrimtabWarning, match=r"picks the output head \(output\.base_layer\)"):
+        guard = trimtab.attach(model, SavedActivations(), units=lambda m, n: n == "output.base_layer")
+    guard.detach()
+
+
+class Flat(nn.Module):
+    """A model without blocks: an embedding, and linear layers of these sizes."""
+
+    def __init__(self, rows, *sizes):
+        super().__init__()
+        self.emb = nn.Embedding(rows, sizes[0])
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+            setattr(self, f"l{i}", nn.Linear(inputs, outputs))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Flat(64, 32, 64, 64, 3), ["l0", "l1", "l2"]),  # a hidden layer as wide as the embedding is long is no head
+        (Flat(50, 8, 16, 50), ["l0"]),
+        (Flat(50, 8, 50), ["l0"]),  # all there is
+    ],
+    ids=["classifier", "language-model", "head-alone"],
+)
+def test_what_looks_like_a_head_is_left_out_by_default_only_where_it_comes_last(model, names):
+    assert [unit.name for unit in find_units(model)] == names
+
+
+def test_a_weight_that_is_flattened_or_cut_is_refused_with_the_remedy():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(torch.ones(64))
+    with pytest.raises(ConfigError, match=r"sharded or flattened, of shape \(64,\): attach before"):
+        trimtab.attach(model, QuantizedGemm(), units=["0"])
 
 
 def test_layers_in_blocks_and_beside_them_are_no_head():

@@ -91,6 +91,27 @@ def test_what_is_refused_for_its_sizes_is_emulated_and_asked_for_no_more(monkeyp
     assert attempt(a[:32], b, "token", E4M3, E4M3, "float32")[1] is None
 
 
+def test_a_device_that_refuses_many_numbers_of_tokens_is_asked_no_more_for_others(monkeypatch):
+    asked = []
+
+    def refuses(a, b, *rest):
+        if a.shape[0] != 256:  # what the trial has
+            asked.append(a.shape[0])
+            raise RuntimeError("not today")
+        return emulated(a, b, E4M3, "token")
+
+    monkeypatch.setattr(scaled_products, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(scaled_products, "_verdicts", {})
+    monkeypatch.setattr(scaled_products, "_refused", {})
+    monkeypatch.setattr(scaled_products, "scaled_product", refuses)
+    b = torch.ones(128, 128).bfloat16()
+    for tokens in range(16, 116):
+        found = attempt(torch.ones(tokens, 128).bfloat16(), b, "token", E4M3, E4M3, "float32")
+        assert found == (None, "the device refuses: not today")
+    assert len(asked) == 8
+    assert sum(map(len, scaled_products._refused.values())) == 8
+
+
 def test_a_device_that_is_out_of_memory_is_no_device_that_refuses(monkeypatch):
     def full(a, b, *rest):
         if a.shape[0] == 48:

@@ -34,6 +34,9 @@ _places: dict[tuple[int, torch.device], Tensor] = {}
 def spread_rows(num: int, most: int | None, device: torch.device) -> Tensor | None:
     """The numbers of ``most`` of ``num`` rows, ascending, the same everywhere; None where all are to be read.
 
+    Strata need not be of whole rows, so that each row is as likely as any other: of few more than ``most`` rows some
+    are read twice. Strata of whole rows would be of two lengths, and their pattern in step with some batches.
+
     Args:
         num: Number of rows.
         most: How many to read; None reads all, as do ``num`` or more.

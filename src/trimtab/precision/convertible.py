@@ -46,6 +46,8 @@ def why_not_plain_linear(module: nn.Module, under_fsdp: Container[int]) -> str |
     weight: Any = module.weight
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight has no shape before the first forward"
+    if weight.dim() != 2:
+        return f"its weight is sharded or flattened, of shape {tuple(weight.shape)}: attach before that is done"
     if (reason := why_not_weight(weight)) is not None:
         return reason
     if is_dtensor(weight) and not (id(module) in under_fsdp and _is_placed_by_fsdp(weight)):
@@ -94,16 +96,20 @@ def _is_placed_by_fsdp(weight: Any) -> bool:
 
 def warn_about_heads(model: nn.Module, units: Sequence[Unit]) -> None:
     """Say once that a filter has caught the output head, or embeddings."""
-    head, embeddings = output_head(model), input_embeddings(model)
+    # With adapters each is a module that holds several.
+    head, embeddings = (
+        set() if found is None else {id(m) for m in found.modules()}
+        for found in (output_head(model), input_embeddings(model))
+    )
     caught = []
     for unit in units:
-        held = [m for module in unit.modules for m in module.modules()]
-        if head is not None and any(m is head for m in held):
+        held = {id(m) for module in unit.modules for m in module.modules()}
+        if held & head:
             caught.append(
                 f"units picks the output head ({unit.name}): its gradient is the largest of the model and is usually "
                 "kept in full precision."
             )
-        if any(isinstance(m, nn.Embedding) for m in unit.modules) or any(m is embeddings for m in held):
+        if held & embeddings or any(isinstance(m, nn.Embedding) for m in unit.modules):
             caught.append(
                 f"units picks the input embeddings ({unit.name}): looking rows up is no product, and only the rows of "
                 "the step's tokens have a gradient."

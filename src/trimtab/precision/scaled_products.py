@@ -32,8 +32,10 @@ _REFUSALS = (RuntimeError, ValueError, NotImplementedError)
 
 # By device, scaling, grids and whether scales are padded: None where the device multiplies, or else why it does not.
 _verdicts: dict[tuple[torch.device, str, str, str, bool], str | None] = {}
-# Why it refused one of these sizes (M, K, N) all the same.
-_refused: dict[tuple[torch.device, str, str, str, int, int, int], str] = {}
+# Why it refused some numbers of tokens all the same, by device, scaling, grids, K and N.
+_refused: dict[tuple[torch.device, str, str, str, int, int], dict[int, str]] = {}
+_MOST_REFUSALS = 8
+"""Refusals of so many numbers of tokens have another reason than that number."""
 
 
 def multiplies_fp8(device: torch.device) -> bool:
@@ -53,7 +55,10 @@ def why_emulated(a: Tensor, b: Tensor, scaling: str, a_grid: Format, b_grid: For
     key = (a.device, scaling, a_grid.name, b_grid.name, is_padded)
     if key not in _verdicts:
         _verdicts[key] = _try(a.device, scaling, a_grid, b_grid, is_padded)
-    return _verdicts[key] or _refused.get(_sizes(a, b, scaling, a_grid, b_grid))
+    if (verdict := _verdicts[key]) is not None:
+        return verdict
+    refused = _refused.get(_sizes(a, b, scaling, a_grid, b_grid), {})
+    return next(iter(refused.values())) if len(refused) >= _MOST_REFUSALS else refused.get(a.shape[0])
 
 
 def attempt(
@@ -69,7 +74,8 @@ def attempt(
         raise
     except _REFUSALS as error:
         # A trial of one size does not tell of all, and training is not to stop for it.
-        reason = _refused[_sizes(a, b, scaling, a_grid, b_grid)] = _as_reason(error)
+        reason = _as_reason(error)
+        _refused.setdefault(_sizes(a, b, scaling, a_grid, b_grid), {})[a.shape[0]] = reason
         return None, reason
 
 
@@ -123,8 +129,8 @@ def _why_not_these_sizes(a: Tensor, b: Tensor, scaling: str) -> str | None:
 
 def _sizes(
     a: Tensor, b: Tensor, scaling: str, a_grid: Format, b_grid: Format
-) -> tuple[torch.device, str, str, str, int, int, int]:
-    return a.device, scaling, a_grid.name, b_grid.name, a.shape[0], a.shape[1], b.shape[0]
+) -> tuple[torch.device, str, str, str, int, int]:
+    return a.device, scaling, a_grid.name, b_grid.name, a.shape[1], b.shape[0]
 
 
 def _as_reason(error: Exception) -> str:

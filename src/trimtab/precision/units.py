@@ -242,7 +242,10 @@ def candidates(modules: Mapping[str, nn.Module], head: nn.Module | None) -> tupl
 
 def _default(model: nn.Module, modules: dict[str, nn.Module], owners: dict[str, nn.Module]) -> list[str]:
     """The names that are picked where the user picks none."""
-    stages = candidates(modules, output_head(model))
+    head = output_head(model)
+    stages = candidates(modules, head)
+    if not any(stages[:2]) and _first_said(model, "get_output_embeddings") is None:
+        stages = candidates(modules, None)  # what only looks like a head is all that there is
     for stage in stages:
         if trained := [n for n in stage if any(p.requires_grad for p in owners[n].parameters())]:
             return trained
@@ -370,20 +373,20 @@ def _merge_tied(groups: Sequence[tuple[str, list[str]]], owners: dict[str, nn.Mo
 def output_head(model: nn.Module) -> nn.Module | None:
     """The output head of ``model``, wrapped or not: what it says that it is, or else what looks like it.
 
-    Of a model that does not say: the last linear layer outside blocks whose outputs are as many as the rows of its
-    largest embedding, or whose weight is one with an embedding's.
+    Of a model that does not say: the last of its linear layers, where that is outside blocks and has as many outputs as
+    its largest embedding has rows, or an embedding's weight.
     """
     said = _first_said(model, "get_output_embeddings")
-    if said is not None:
-        return said
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if not embeddings:
+    if said is not None or not embeddings:
+        return said
+    linear = [(n, m) for n, m in named_modules(model).items() if isinstance(m, nn.Linear)]
+    if not linear or _in_block(linear[-1][0]):
         return None
+    last = linear[-1][1]
     num_words = max(m.num_embeddings for m in embeddings)
-    weights = {id(m.weight) for m in embeddings}
-    found = [m for n, m in named_modules(model).items() if isinstance(m, nn.Linear) and not _in_block(n)]
-    heads = [m for m in found if m.out_features == num_words or id(m.weight) in weights]
-    return heads[-1] if heads else None
+    is_head = last.out_features == num_words or any(m.weight is last.weight for m in embeddings)
+    return last if is_head else None
 
 
 def input_embeddings(model: nn.Module) -> nn.Module | None:

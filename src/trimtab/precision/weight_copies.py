@@ -23,9 +23,9 @@ class WeightCopies(Generic[T]):
     """What a path has made of each frozen weight, and makes anew when the weight is another one.
 
     At each look it is compared by its identity, its place in memory, autograd's count of its changes and the adapters
-    that are merged into it. Another change through ``.data`` is not counted, so at the first look of a step some
-    entries of all the weights are compared too, together. That waits for the device, once, at a time when the decision
-    on the step has just done so.
+    that are merged into it, by their names. Another change through ``.data`` is not counted, so at the first look of a
+    step some entries of all the weights are compared too, together. That waits for the device, once, at a time when the
+    decision on the step has just done so.
 
     Args:
         model: The model; of what FSDP2 shards in it, nothing is kept.
