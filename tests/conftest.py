@@ -210,6 +210,7 @@ def start_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
         finally:
             for process in ranks:
                 process.kill()
+                process.communicate()  # closes its pipe, or a later test is told of it
         assert [process.returncode for process in ranks] == [0] * num_ranks, "\n".join(outputs)
         return folder
 

@@ -8,7 +8,6 @@ import importlib
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -768,10 +767,8 @@ class TestMonitors:
 
 @pytest.mark.slow
 def test_two_ranks_decide_equally_and_only_the_first_writes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    # accelerate asks for an address and a port, which it has no use for: the ranks meet in a file.
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "ranks", str(tmp_path)],
@@ -787,6 +784,7 @@ def test_two_ranks_decide_equally_and_only_the_first_writes(tmp_path):
     finally:
         for process in ranks:
             process.kill()
+            process.communicate()  # closes its pipe, or a later test is told of it
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [r.pop("writes") for r in results] == [True, False]
@@ -802,6 +800,8 @@ def test_two_ranks_decide_equally_and_only_the_first_writes(tmp_path):
 
 def run_as_a_rank(folder: Path) -> None:
     rank = int(os.environ["RANK"])
+    # They meet in a file: a port that is free now may be another process's by the time that they ask for it.
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     settings = {"ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 4}
     plain = make_trainer(folder / "plain", **settings)
     plain.train()
