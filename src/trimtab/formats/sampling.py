@@ -26,9 +26,9 @@ __all__ = ["num_rows", "rows_of", "spread_rows"]
 
 _FACTOR = 37
 
-# Places of the rows in units of a stratum's p-th part, by their number and device; from there on it is two small
+# Places of the rows in units of a stratum's p-th part, and p, by their number and device; from there on it is two small
 # kernels a tensor, without a copy from the host.
-_places: dict[tuple[int, torch.device], Tensor] = {}
+_places: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
 
 
 def spread_rows(num: int, most: int | None, device: torch.device) -> Tensor | None:
@@ -52,10 +52,8 @@ def spread_rows(num: int, most: int | None, device: torch.device) -> Tensor | No
         return None
     if most < 1:
         raise ConfigError("most_tokens", most, "at least 1 token is read.", "Set it to 1 or more, or None for all.")
-    prime = most + 1
-    while prime % 3 != 2 or any(prime % divisor == 0 for divisor in range(2, math.isqrt(prime) + 1)):
-        prime += 1
-    return torch.div(_places_of(most, prime, device) * num, most * prime, rounding_mode="floor")
+    places, prime = _places_of(most, device)
+    return torch.div(places * num, most * prime, rounding_mode="floor")
 
 
 def num_rows(x: Tensor) -> int:
@@ -69,13 +67,17 @@ def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _places_of(num: int, prime: int, device: torch.device) -> Tensor:
+def _places_of(num: int, device: torch.device) -> tuple[Tensor, int]:
     key = (num, device)
     # A tensor that a compiler traces is none that outlives the trace.
     is_traced = torch.compiler.is_compiling()
-    places = None if is_traced else _places.get(key)
-    if places is None:
-        places = torch.tensor([i * prime + _FACTOR * (i + 1) ** 3 % prime for i in range(num)], device=device)
-        if not is_traced and type(places) is Tensor:
-            _places[key] = places
-    return places
+    known = None if is_traced else _places.get(key)
+    if known is not None:
+        return known
+    prime = num + 1
+    while prime % 3 != 2 or any(prime % divisor == 0 for divisor in range(2, math.isqrt(prime) + 1)):
+        prime += 1
+    places = torch.tensor([i * prime + _FACTOR * (i + 1) ** 3 % prime for i in range(num)], device=device)
+    if not is_traced and type(places) is Tensor:
+        _places[key] = places, prime
+    return places, prime
