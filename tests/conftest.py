@@ -1,5 +1,6 @@
 """Settings of the whole suite, and a check on all of it: what a guard recorded in a test, a replay decides again."""
 
+import builtins
 import os
 import re
 import subprocess
@@ -187,6 +188,12 @@ def _fresh_compiler_counters() -> None:
     counting = sys.modules.get("torch._dynamo.utils")
     if counting is not None:
         counting.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_value_of_a_doctest() -> None:
+    """A doctest leaves its last value as ``builtins._``; tyro, when first imported, puts all of builtins into a set."""
+    vars(builtins).pop("_", None)
 
 
 @pytest.fixture(scope="session")
